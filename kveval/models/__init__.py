@@ -1,0 +1,1 @@
+"""What --model means: the catalogue, fetching, loading, hashing."""

@@ -1,0 +1,1 @@
+"""Runs: a resolved plan, a journal, rows."""

@@ -1,0 +1,306 @@
+"""What a run will do, resolved before anything is spent: every choice written out, and one hash over all of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from kveval.errors import KvevalError
+from kveval.formats.spec import KVFormat, parse_format
+from kveval.memory.geometry import Geometry, from_config
+from kveval.memory.predict import token_bytes
+from kveval.models.catalogue import ModelSource, resolve
+from kveval.runs.evidence import SCHEMA_VERSION
+from kveval.units import format_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from kveval.samples.context import Context
+
+BASELINE = "bf16"
+TASK = "kveval_needle_grid"
+DEPTHS = tuple(i / 10 for i in range(11))
+SHORTEST = 4096  # of the default lengths: they double from here up to the context length
+SHORTEST_HALF = 1024
+TOKENS_PER_ARM = 131_072  # the default number of contexts reads about this much, so that a first run ends in minutes
+MOST_CONTEXTS = 16
+QUESTIONS_PER_ARM = 256  # wanted by default, over all contexts
+SAMPLED_POSITIONS = 512  # of each context, where whole distributions are compared
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for; None: the default for this model and length."""
+
+    kv: tuple[str, ...]
+    ctx_tokens: int
+    model: str = "probe"
+    lengths: tuple[int, ...] | None = None
+    depths: tuple[float, ...] = DEPTHS
+    contexts: int | None = None
+    needles: int | None = None  # for each cell and context
+    haystack: str = "auto"
+    seed: int = 0
+    device: str = "auto"
+    threads: int | None = None
+    chunk_tokens: int = 4096
+    command: str = ""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One KV format of the run."""
+
+    name: str
+    fmt: KVFormat
+    role: str  # baseline | candidate
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A resolved experiment. ``experiment`` is all that decides the rows; ``document`` is plan.json."""
+
+    source: ModelSource
+    tokenizer: PreTrainedTokenizerBase
+    geometry: Geometry
+    arms: tuple[Arm, ...]
+    contexts: tuple[Context, ...]
+    metadata: dict[str, Any]  # of the lm-eval task
+    experiment: dict[str, Any]
+    document: dict[str, Any] = field(repr=False)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the experiment."""
+        return str(self.document["hash"])
+
+    @property
+    def directory_name(self) -> str:
+        """A name for the run directory: the same command gives the same one."""
+        model = re.sub(r"[^A-Za-z0-9._-]+", "-", self.source.name).strip("-.") or "model"
+        return f"{model[-40:]}-{format_tokens(self.experiment['ctx_tokens']).replace(',', '')}-{self.hash[:10]}"
+
+
+def resolve_plan(request: Request) -> Plan:
+    """The plan of ``request``. Loads the tokenizer and builds the contexts, but no weights of a checkpoint.
+
+    Raises KvevalError for an unknown format or model, and for a context beyond the model's positions.
+    """
+    from kveval import lmtasks
+    from kveval.models.hashing import tokenizer_sha256
+    from kveval.models.load import load_config, load_tokenizer, model_sha256
+
+    arms = resolve_arms(request.kv)
+    if request.contexts is not None and request.contexts < 1:
+        raise KvevalError(f"--contexts {request.contexts}: read at least one context")
+    source = resolve(request.model)
+    config = load_config(source)
+    geometry = from_config(config)
+    for arm in arms:
+        token_bytes(geometry, arm.fmt)  # refuses a format that cannot store this head_dim
+    check_context(request.ctx_tokens, geometry, source)
+    tokenizer = load_tokenizer(source)
+    metadata = task_metadata(request, source)
+    contexts = tuple(lmtasks.plan_contexts(tokenizer, metadata))
+    experiment: dict[str, Any] = {
+        "model": {
+            "name": source.name,
+            "source": source.kind,
+            "sha256": model_sha256(source),
+            "instrument": source.instrument,
+            "architecture": (config.get("architectures") or [config.get("model_type", "unknown")])[0],
+            "layers": geometry.layers,
+            "kv_heads": geometry.kv_heads,
+            "head_dim": geometry.head_dim,
+            "positions": geometry.positions,
+        },
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "versions": versions(),
+        "engine": engine_settings(request),
+        "arms": [
+            {
+                "name": arm.name,
+                "kv": arm.fmt.name,
+                "role": arm.role,
+                "lossy": arm.fmt.lossy,
+                "bytes_per_token": float(token_bytes(geometry, arm.fmt)),
+            }
+            for arm in arms
+        ],
+        "ctx_tokens": request.ctx_tokens,
+        "task": {
+            "name": TASK,
+            "protocol": "shared",
+            "lengths": list(metadata["lengths"]),
+            "depths": list(metadata["depths"]),
+            "contexts": len(contexts),
+            "needles_per_cell": metadata["needles_per_cell"],
+            "seed": request.seed,
+            "haystack": {"name": contexts[0].haystack, "sha256": contexts[0].haystack_sha256},
+        },
+        "contexts": [
+            {"context": context.context, "sha256": context.sha256, "tokens": len(context.ids)} for context in contexts
+        ],
+        "divergence": {"sampled_positions": SAMPLED_POSITIONS},
+    }
+    document = {
+        "schema": SCHEMA_VERSION,
+        "hash": experiment_hash(experiment),
+        "created": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": request.command,
+        "machine": machine(experiment["engine"]["device"]),
+        "experiment": experiment,
+    }
+    return Plan(source, tokenizer, geometry, arms, contexts, metadata, experiment, document)
+
+
+def resolve_arms(names: Sequence[str]) -> tuple[Arm, ...]:
+    """The baseline and a candidate for each format, in the order asked for; a format named twice counts once.
+
+    Raises KvevalError when there is no candidate.
+    """
+    formats = list(dict.fromkeys(parse_format(name) for name in names))
+    candidates = [fmt for fmt in formats if fmt.name != BASELINE]
+    if not candidates:
+        raise KvevalError(
+            f"nothing to compare: {BASELINE} is the baseline of every run; add a candidate, for instance --kv fp8"
+        )
+    return (
+        Arm(BASELINE, parse_format(BASELINE), "baseline"),
+        *(Arm(fmt.name, fmt, "candidate") for fmt in candidates),
+    )
+
+
+def check_context(ctx_tokens: int, geometry: Geometry, source: ModelSource) -> None:
+    """Raises KvevalError when the model has fewer positions than the context."""
+    if ctx_tokens > geometry.positions:
+        raise KvevalError(
+            f"--ctx {ctx_tokens}: '{source.name}' has {geometry.positions} positions; "
+            f"ask for --ctx {format_tokens(geometry.positions).replace(',', '')} or less"
+        )
+
+
+def task_metadata(request: Request, source: ModelSource) -> dict[str, Any]:
+    """The lm-eval task's metadata, defaults filled in.
+
+    Raises KvevalError for lengths that leave out or exceed the context length.
+    """
+    ctx = request.ctx_tokens
+    lengths = sorted(set(request.lengths)) if request.lengths else default_lengths(ctx)
+    if lengths[-1] != ctx:
+        raise KvevalError(
+            f"--lengths {lengths[-1]}: the longest length must be the context length that is judged, --ctx {ctx}"
+        )
+    contexts = request.contexts or max(1, min(MOST_CONTEXTS, TOKENS_PER_ARM // ctx))
+    depths = sorted(set(request.depths))
+    needles = request.needles
+    if needles is None:
+        needles = max(1, round(QUESTIONS_PER_ARM / (contexts * len(lengths) * max(1, len(depths)))))
+    return {
+        "pretrained": source.name,
+        "lengths": lengths,
+        "depths": depths,
+        "contexts": contexts,
+        "needles_per_cell": needles,
+        "seed": request.seed,
+        "haystack": request.haystack,
+    }
+
+
+def default_lengths(ctx_tokens: int) -> list[int]:
+    """4k, 8k, ... up to the context length; below 8k its half as well, where needles still fit into that."""
+    lengths = [ctx_tokens]
+    while lengths[0] // 2 >= SHORTEST:
+        lengths.insert(0, lengths[0] // 2)
+    if len(lengths) == 1 and ctx_tokens // 2 >= SHORTEST_HALF:
+        lengths.insert(0, ctx_tokens // 2)
+    return lengths
+
+
+def engine_settings(request: Request) -> dict[str, Any]:
+    """Device, arithmetic and threads, resolved. Raises KvevalError for a device that is not there."""
+    import torch
+
+    from kveval.cache.attention import NAME
+    from kveval.engines.transformers import default_dtype
+
+    device = request.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise KvevalError(f"--device {device}: use cpu, cuda or auto")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise KvevalError(
+            "--device cuda: torch sees no CUDA GPU here; use --device cpu, or install a CUDA build of torch"
+        )
+    return {
+        "name": "transformers",
+        "attention": NAME,
+        "device": device,
+        "device_name": device_name(device),
+        "compute_dtype": str(default_dtype(device)).removeprefix("torch."),
+        "threads": request.threads or usable_cores(),
+        "chunk_tokens": request.chunk_tokens,
+    }
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def experiment_hash(experiment: dict[str, Any]) -> str:
+    """SHA-256 of the experiment as canonical JSON."""
+    text = json.dumps(experiment, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the rows depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("kveval", "torch", "transformers", "tokenizers", "lm_eval"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Where the run happens; not part of the experiment's hash."""
+    import psutil
+
+    return {
+        "cpu": device_name("cpu"),
+        "cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": device,
+        "device_name": device_name(device),
+    }
+
+
+def device_name(device: str) -> str:
+    """Name of the processor or GPU that computes; rows of two kinds are never mixed in one run."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
+    return _cpu_name()
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,74 @@
+"""lm-eval's own evaluation of a run's answers: the same tasks, the same scoring, its results format beside ours."""
+
+from __future__ import annotations
+
+import io
+import logging
+from contextlib import redirect_stderr
+from typing import TYPE_CHECKING, Any
+
+from kveval.errors import EvidenceError
+from kveval.runs.journal import Journal
+from kveval.runs.plan import Plan
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import LM
+
+    from kveval.engines.base import Prompt
+
+
+def lm_eval_results(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt]]) -> dict[str, Any]:
+    """Arm -> lm-eval's ``results`` (metric, standard error) for the task, from the journaled answers; asks the model nothing.
+
+    Raises EvidenceError when lm-eval asks for a document that was not answered.
+    """
+    from lm_eval.evaluator import evaluate
+    from lm_eval.tasks import get_task_dict
+
+    from kveval import lmtasks
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = lmtasks.task_manager(plan.metadata)
+    task = plan.experiment["task"]["name"]
+    found = {}
+    for arm in plan.arms:
+        lm = _journaled_lm(plan, journal, prompts, arm.name)
+        with redirect_stderr(io.StringIO()):  # progress bars of a second
+            evaluated = evaluate(lm, get_task_dict([task], manager), bootstrap_iters=1, log_samples=False)
+        found[arm.name] = {name: value for name, value in evaluated["results"][task].items() if name != "alias"}
+    return found
+
+
+def _journaled_lm(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt]], arm: str) -> LM:
+    from lm_eval.api.model import LM
+
+    by_question = {
+        (question.context, question.length, question.number): prompt
+        for context in plan.contexts
+        for question, prompt in zip(context.questions, prompts[context.context], strict=True)
+    }
+
+    class JournaledLM(LM):
+        """Answers from the journal alone."""
+
+        def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+            return [self._answer(request) for request in requests]
+
+        def _answer(self, request: Instance) -> str:
+            doc = request.doc
+            prompt = by_question[(doc["context"], doc["length"], doc["number"])]
+            answer = journal.get(arm, prompt.sha256)
+            if answer is None:
+                raise EvidenceError(
+                    f"{arm}: a question of {doc['length']:,} tokens in context {doc['context']} has no answer"
+                )
+            return answer.text
+
+        def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            raise NotImplementedError("the journal keeps generated answers only")
+
+        def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+            raise NotImplementedError("the journal keeps generated answers only")
+
+    return JournaledLM()
