@@ -79,18 +79,19 @@ def main() -> None:
     source = resolve(options.model)
     loaded = prepare(load_model(source, attn_implementation=NAME), load_tokenizer(source))
     ids = np.random.default_rng(0).integers(0, loaded.head.vocabulary, options.ctx)
+    cpu = device_name("cpu")
     print(
-        f"{source.name}, {options.ctx:,} tokens, chunks of {options.chunk:,}, {torch.get_num_threads()} threads, {device_name('cpu')}"
+        f"{source.name}, {options.ctx:,} tokens, chunks of {options.chunk:,}, {torch.get_num_threads()} threads, {cpu}"
     )
     print(
-        f"{'format':<10} {'reading s':>9} {'bare s':>7} {'ratio':>6} {'recording s':>11} {'peak over cache GiB':>19} {'ask ratio':>9}"
+        f"{'format':<10} {'reading s':>9} {'bare s':>7} {'ratio':>6} {'recording s':>11} {'peak - cache GiB':>16} {'ask ratio':>9}"
     )
     bare = Bare(loaded, options.ctx, options.chunk)
     for name in options.kv or ["bf16", "fp8", "int4-g32"]:
         m = measure(loaded, parse_format(name), ids, options.chunk, bare)
         print(
             f"{name:<10} {m.reading_s:>9.1f} {m.bare_s:>7.1f} {m.reading_s / m.bare_s:>6.2f} {m.record_s:>11.1f} "
-            f"{m.over_bytes / GIB:>19.2f} {m.ask_ratio:>9.3f}",
+            f"{m.over_bytes / GIB:>16.2f} {m.ask_ratio:>9.3f}",
             flush=True,
         )
 

@@ -18,6 +18,11 @@ from kveval.units import parse_tokens
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Packages that not every installation has, and the extra that brings them.
+OPTIONAL = dict.fromkeys(
+    ("torch", "transformers", "tokenizers", "safetensors", "lm_eval", "datasets", "gguf"), "transformers"
+)
+
 
 class Tokens(click.ParamType):
     """A number of tokens: 131072 or 128k."""
@@ -60,6 +65,13 @@ def plain_errors(command: F) -> F:
         except KvevalError as error:
             click.secho(f"kveval: {error}", fg="red", err=True)
             sys.exit(error.exit_code)
+        except ModuleNotFoundError as error:
+            if error.name not in OPTIONAL:
+                raise
+            click.secho(
+                f"kveval: this needs {error.name}: pip install 'kveval[{OPTIONAL[error.name]}]'", fg="red", err=True
+            )
+            sys.exit(2)
         except KeyboardInterrupt:
             click.echo(
                 "kveval: stopped; what was answered is kept, and the same command continues from there", err=True
@@ -240,11 +252,12 @@ def gate(directory: Path, policy: str) -> None:
     from kveval.gate import EXIT_CODES, decide
     from kveval.runs.evidence import load
 
-    verdict = decide(load(directory), _policy(policy))
-    click.echo(verdict.sentence)
+    evidence = load(directory)
+    verdict = decide(evidence, _policy(policy))
+    if evidence.plan["experiment"]["model"]["instrument"]:
+        click.echo("The built-in probe: this measures the instrument, not your model.")
     for arm in verdict.arms:
-        if len(verdict.arms) > 1:
-            click.echo(f"{arm.arm}: {arm.sentence}")
+        click.echo(arm.sentence)
         for rule in arm.rules:
             click.echo(f"  {rule.outcome!s:<13} {rule.name}, {rule.scope}: {rule.detail}")
     sys.exit(EXIT_CODES[verdict.outcome])

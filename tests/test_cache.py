@@ -153,14 +153,15 @@ def test_stored_bytes_are_the_formula(model: PreTrainedModel, name: str) -> None
 def prompts(count: int, prefix: int) -> list[Prompt]:
     random = np.random.default_rng(1)
     return [
-        Prompt(IDS, prefix, tuple(int(t) for t in random.integers(0, 101, 3 + i % 5)), max_tokens=6) for i in
-        range(count)
+        Prompt(IDS, prefix, tuple(int(t) for t in random.integers(0, 101, 3 + i % 5)), max_tokens=6)
+        for i in range(count)
     ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_asked_together_or_one_by_one_the_answers_are_the_same_and_leave_no_trace(model: PreTrainedModel, name:
-str) -> None:
+def test_asked_together_or_one_by_one_the_answers_are_the_same_and_leave_no_trace(
+    model: PreTrainedModel, name: str
+) -> None:
     with stream(model, name) as reading:
         list(reading.read_to(200))
         before = [part.clone() for layer in reading.cache.layers for store in layer.read for part in store.parts()]
@@ -169,10 +170,12 @@ str) -> None:
         after = [part for layer in reading.cache.layers for store in layer.read for part in store.parts()]
         assert together == alone
         assert len({answer.text for answer in together}) > 16  # they are different questions with different answers
-        assert all(torch.equal(one.view(torch.uint8), two.view(torch.uint8)) for one, two in zip(before, after,
-        strict=True)) assert all(answer.read_tokens == answer.prompt_tokens == prompt.tokens for answer, prompt in
-        zip(together, prompts(32, 200), strict=True)) list(reading.read_to(300)) asked_then_read =
-        reading.ask(prompts(4, 300))
+        for one, two in zip(before, after, strict=True):
+            assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
+        for answer, prompt in zip(together, prompts(32, 200), strict=True):
+            assert answer.read_tokens == answer.prompt_tokens == prompt.tokens
+        list(reading.read_to(300))
+        asked_then_read = reading.ask(prompts(4, 300))
     with stream(model, name) as reading:
         list(reading.read_to(200))
         list(reading.read_to(300))

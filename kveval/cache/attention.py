@@ -13,7 +13,7 @@ import torch
 
 from kveval.cache.cache import StreamCache
 from kveval.cache.layer import FormatLayer
-from kveval.errors import EngineError
+from kveval.errors import EngineError, KvevalError
 from kveval.formats.window import Window
 
 NAME = "kveval_split"  # under which the attention function is registered with transformers
@@ -51,9 +51,7 @@ def split_attention(
         )
     for option in ("softcap", "s_aux"):
         if options.get(option) is not None:
-            raise EngineError(
-                f"{type(module).__name__} uses attention option '{option}', which kveval's attention does not know yet"
-            )
+            raise KvevalError(f"{type(module).__name__} uses '{option}', which kveval's attention does not know yet")
     layer = stream.layers[int(module.layer_idx)]  # type: ignore[arg-type]  # set by every attention module
     if layer.window is not None:
         out = _windowed(query, key, value, scaling, stream, layer, layer.window)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,9 +21,8 @@ class Step:
     """The tokens of one forward pass."""
 
     positions: torch.Tensor  # (queries,) int64
-    own: torch.Tensor | None = (
-        None  # (queries, asked tokens) bool: which asked tokens each query sees; None: causal reading
-    )
+    # (queries, asked tokens) bool: which asked tokens each query sees; None: causal reading
+    own: torch.Tensor | None = None
 
 
 class StreamCache(Cache):
@@ -38,7 +37,7 @@ class StreamCache(Cache):
         layers: int,
         capacity: int,
         rotary: Rotary | None = None,
-        sliding: dict[int, int] | None = None,
+        sliding: Mapping[int, int | None] | None = None,
     ) -> None:
         """Room for a context of ``capacity`` tokens; it grows where more come.
 
@@ -46,7 +45,7 @@ class StreamCache(Cache):
         """
         scratch = Scratch()
         own_windows = sliding or {}
-        windows = [fmt.window or (Window(own_windows[i], sinks=0) if i in own_windows else None) for i in range(layers)]
+        windows = [fmt.window or _own_window(own_windows.get(i)) for i in range(layers)]
         super().__init__(layers=[FormatLayer(i, fmt, windows[i], capacity, scratch) for i in range(layers)])
         self.rotary = rotary
         self.step: Step | None = None
@@ -96,3 +95,8 @@ class StreamCache(Cache):
     def reserved_bytes(self) -> int:
         """Bytes of the buffers, over all layers."""
         return sum(layer.reserved_bytes for layer in self.layers)
+
+
+def _own_window(size: int | None) -> Window | None:
+    """A model's own sliding window: the latest ``size`` tokens at their true distances, no sinks."""
+    return None if size is None else Window(size, sinks=0)

@@ -16,6 +16,7 @@ from kveval.engines.base import Answer, Prompt, stop_at
 from kveval.engines.head import Head
 from kveval.errors import EngineError, KvevalError
 from kveval.formats.spec import KVFormat
+from kveval.memory.geometry import from_config
 
 ASKED_TOKENS = 2048  # asked together in one forward pass at most; their scores are (rows, asked tokens)
 
@@ -211,21 +212,13 @@ def packs(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
 
 def make_cache(model: PreTrainedModel, fmt: KVFormat, capacity: int) -> StreamCache:
     """A cache for ``capacity`` tokens of ``model`` in ``fmt``. Raises KvevalError for layer types that it cannot store."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise KvevalError(
-            f"this model has layers of type '{unknown[0]}', whose cache kveval cannot store in a KV format yet"
-        )
-    sliding = {i: int(config.sliding_window) for i, kind in enumerate(kinds) if kind == "sliding_attention"}
-    if "layer_types" not in config.to_dict() and getattr(config, "sliding_window", None):
-        sliding = {i: int(config.sliding_window) for i in range(len(kinds))}
+    geometry = from_config(model.config.to_dict())
+    sliding = {i: geometry.sliding_window for i, kind in enumerate(geometry.kinds) if kind == "sliding"}
     if sliding and fmt.window is not None:
         raise KvevalError(
-            f"{fmt.name} cannot be put over a model whose own layers slide (window {config.sliding_window})"
+            f"{fmt.name} cannot be put over a model whose own layers slide (over {geometry.sliding_window} tokens)"
         )
-    return StreamCache(fmt, layers=len(kinds), capacity=capacity, rotary=rotary_of(model), sliding=sliding)
+    return StreamCache(fmt, layers=geometry.layers, capacity=capacity, rotary=rotary_of(model), sliding=sliding)
 
 
 def rotary_of(model: PreTrainedModel) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:

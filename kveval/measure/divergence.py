@@ -61,6 +61,7 @@ class Recorder:
         self._partial = output.with_suffix(".partial") if output else None
         self._kept = np.memmap(self._partial, dtype=np.float32, mode="w+", shape=shape) if self._partial else None
 
+    @torch.inference_mode()
     def __call__(self, first: int, hidden: torch.Tensor) -> None:
         """``hidden`` (tokens, hidden size) of positions ``first``...; each predicts the position after it.
 

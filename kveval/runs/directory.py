@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ def claim(directory: Path, plan: dict[str, Any]) -> Iterator[Path]:
     Raises KvevalError when it cannot be written, holds something else or another experiment, or is in use.
     """
     check_foreign(directory, plan)
+    new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = FileLock(directory / LOCK, timeout=0)
@@ -49,8 +51,14 @@ def claim(directory: Path, plan: dict[str, Any]) -> Iterator[Path]:
         work = directory / "work"
         work.mkdir(exist_ok=True)
         yield work
-        work.rmdir()
+        shutil.rmtree(work)
         (directory / HOLDER).unlink()
+    except KvevalError as error:
+        if (
+            new and error.exit_code == KvevalError.exit_code
+        ):  # what was asked for cannot be run: leave no directory behind
+            shutil.rmtree(directory)
+        raise
     finally:
         lock.release()
     (directory / LOCK).unlink(missing_ok=True)

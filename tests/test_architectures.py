@@ -1,0 +1,104 @@
+"""Other people's architectures: each reads right through kveval's cache, or is refused by a sentence that names why."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny import read_logits
+from transformers import DynamicCache, PreTrainedModel
+
+from kveval.cache.attention import register
+from kveval.engines.stream import make_cache
+from kveval.engines.transformers import prepare
+from kveval.errors import KvevalError
+from kveval.formats.bf16 import Bf16
+from kveval.formats.spec import CODECS, KVFormat, parse_format
+
+IDS = np.random.default_rng(0).integers(0, 101, 200)
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 101,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+RIGHT: dict[str, dict] = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 64},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Gemma3": {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "Phi3": {},
+    "Granite": {"logits_scaling": 3.0},
+    "Cohere": {"logit_scale": 0.5},
+    "Olmo2": {},
+}
+REFUSED: dict[str, tuple[dict, str]] = {
+    "Gemma2": ({"sliding_window": 64}, "softcap"),
+    "GptOss": ({"sliding_window": 64, "num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
+}
+
+
+class Exact(Bf16):
+    """Float32 storage: nothing is rounded, so that only the arithmetic is compared."""
+
+    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As it came."""
+        return (x.float(),)
+
+
+def tiny(name: str, settings: dict, attention: str) -> PreTrainedModel:
+    register()
+    suffix = "TextConfig" if name == "Gemma3" else "Config"
+    config = getattr(transformers, f"{name}{suffix}")(**SMALL | settings)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval().float()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias"):  # Qwen2's key bias is zero when new
+            torch.nn.init.normal_(parameter, std=0.5)
+    model.set_attn_implementation(attention)
+    return model
+
+
+@pytest.mark.parametrize("name", list(RIGHT))
+def test_reads_as_transformers_own_attention_and_cache_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, "exact", Exact())
+    with torch.inference_mode():
+        stock = tiny(name, RIGHT[name], "eager")
+        expected = stock(torch.tensor(IDS)[None], past_key_values=DynamicCache(config=stock.config)).logits[0]
+        model = tiny(name, RIGHT[name], "kveval_split")
+        prepare(model, None)
+        for chunk in (200, 33):
+            got = read_logits(model, KVFormat("exact"), IDS, chunk)
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused_by_a_sentence_that_names_the_option(name: str) -> None:
+    settings, told = REFUSED[name]
+    with pytest.raises(KvevalError, match=told) as refused:
+        prepare(tiny(name, settings, "kveval_split"), None)
+    assert refused.value.exit_code == 2
+
+
+def test_a_window_over_sliding_layers_is_refused() -> None:
+    with pytest.raises(KvevalError, match="own layers slide"):
+        make_cache(tiny("Mistral", RIGHT["Mistral"], "kveval_split"), parse_format("window:32"), 100)
+
+
+@pytest.mark.parametrize(("name", "told"), [("Mamba", "num_attention_heads|state"), ("DeepseekV3", "latent")])
+def test_other_kinds_of_cache_are_refused(name: str, told: str) -> None:
+    config = getattr(transformers, f"{name}Config")()
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with pytest.raises(KvevalError, match=told):
+        make_cache(model, parse_format("fp8"), 10)
