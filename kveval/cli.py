@@ -127,7 +127,7 @@ def main() -> None:
 @click.option(
     "--contexts",
     type=click.IntRange(min=1),
-    help="Contexts that each arm reads.  [default: about 131,072 tokens' worth, at most 16]",
+    help="Contexts that each arm reads.  [default: about 131,072 tokens' worth, at most 8]",
 )
 @click.option(
     "--lengths",

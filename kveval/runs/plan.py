@@ -32,7 +32,7 @@ DEPTHS = tuple(i / 10 for i in range(11))
 SHORTEST = 4096  # of the default lengths: they double from here up to the context length
 SHORTEST_HALF = 1024
 TOKENS_PER_ARM = 131_072  # the default number of contexts reads about this much, so that a first run ends in minutes
-MOST_CONTEXTS = 16
+MOST_CONTEXTS = 8
 QUESTIONS_PER_ARM = 256  # wanted by default, over all contexts
 SAMPLED_POSITIONS = 512  # of each context, where whole distributions are compared
 
