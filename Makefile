@@ -12,7 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Holds when the environment is whole and no older than what it was made from.
 STAMP := $(VENV)/.kveval-installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints-cpu.txt
+# Bytecode is written as modules are first imported: compiling all of torch and transformers beforehand takes a minute.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile -qq -c constraints-cpu.txt
 
 .PHONY: help install run test lint format clean
 
