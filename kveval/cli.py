@@ -16,6 +16,8 @@ from kveval import __version__
 from kveval.errors import KvevalError
 from kveval.units import parse_tokens
 
+MOST_THREADS = 1024  # OpenMP crashes the process when it cannot start as many threads as it is told to
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Packages that not every installation has, and the extra that brings them.
@@ -48,11 +50,14 @@ class Listed(click.ParamType):
         if not isinstance(value, str):
             return tuple(value)
         try:
-            return tuple(self.each(part) for part in value.split(",") if part.strip())
+            found = tuple(self.each(part) for part in value.split(",") if part.strip())
         except KvevalError as error:
             self.fail(str(error), param, ctx)
         except ValueError:
             self.fail(f"'{value}' is not a list of numbers separated by commas", param, ctx)
+        if not found:  # an unset variable in a script, not a wish for the default
+            self.fail("no value is given: write one or more, separated by commas", param, ctx)
+        return found
 
 
 def plain_errors(command: F) -> F:
@@ -158,7 +163,9 @@ def main() -> None:
     help="Run directory.  [default: runs/MODEL-CTX-HASH, the same for the same command]",
 )
 @click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto.")
-@click.option("--threads", type=click.IntRange(min=1), help="CPU threads; part of the plan.  [default: all cores]")
+@click.option(
+    "--threads", type=click.IntRange(1, MOST_THREADS), help="CPU threads; part of the plan.  [default: all cores]"
+)
 @click.option(
     "--chunk",
     "chunk_tokens",
@@ -324,7 +331,7 @@ def models_export(name: str, directory: Path) -> None:
 def _policy(name: str | None) -> Any:
     from kveval.gate import load_policy
 
-    return load_policy(name or "default")
+    return load_policy("default" if name is None else name)
 
 
 def _show(directory: Path, policy: Any) -> Any:

@@ -8,18 +8,21 @@ from kveval.errors import KvevalError
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)(k|m)?", re.IGNORECASE)
+MOST_TOKENS = 2**40  # larger counts are slips, and would overflow tensors of positions
 _SCALE = {"": 1, "k": 1024, "m": 1024**2}
 
 
 def parse_tokens(text: str) -> int:
     """Token count of ``text``: ``128k`` is 131,072, ``128000`` is 128,000, ``1m`` is 1,048,576.
 
-    Raises KvevalError when it is not a positive whole number of tokens.
+    Raises KvevalError when it is not a positive whole number of tokens, or more than MOST_TOKENS.
     """
     match = _TOKENS.fullmatch(text.strip().replace(",", "").replace("_", ""))
     count = float(match[1]) * _SCALE[(match[2] or "").lower()] if match else 0.0
     if count < 1 or count != int(count):
         raise KvevalError(f"'{text}' is not a number of tokens: write it as 131072 or 128k (128 x 1,024), at least 1")
+    if count > MOST_TOKENS:
+        raise KvevalError(f"'{text}' is more tokens than any model reads: give {MOST_TOKENS} at most")
     return int(count)
 
 

@@ -13,7 +13,7 @@ from kveval.engines.head import Head
 from kveval.engines.stream import Stream
 from kveval.errors import EngineError
 from kveval.formats.spec import KVFormat, parse_format
-from kveval.measure.divergence import Recorder, Recording, divergence, sample_positions
+from kveval.measure.divergence import Recorder, Recording, divergence, is_reference, sample_positions
 from kveval.measure.memory import PeakMemory
 
 IDS = np.random.default_rng(0).integers(0, 101, 200)
@@ -75,6 +75,21 @@ def test_bf16_against_bf16_in_the_same_chunks_is_exactly_zero(tmp_path: Path) ->
     assert (base.nll == again.nll).all()
     assert (again.kl == 0).all()
     assert (again.top1_agree == 1).all()
+
+
+def test_a_reference_is_known_by_what_the_baseline_told(tmp_path: Path) -> None:
+    """One that is cut short, another context's or of other positions would make a divergence that looks like one."""
+    nll = record(parse_format("bf16"), 64, tmp_path, baseline=True).nll
+    file, sampled = tmp_path / "reference.f32", sample_positions(len(IDS), 60, 0, 0)
+    assert is_reference(file, 101, IDS, sampled, nll)
+    assert not is_reference(tmp_path / "none", 101, IDS, sampled, nll)
+    assert not is_reference(file, 101, IDS, sampled, nll[::-1])
+    assert not is_reference(file, 101, IDS[::-1], sampled, nll)
+    assert not is_reference(file, 101, IDS, sample_positions(len(IDS), 60, 0, 1), nll)
+    whole = file.read_bytes()
+    for damaged in (whole[:-1], b"\0" * len(whole)):
+        file.write_bytes(damaged)
+        assert not is_reference(file, 101, IDS, sampled, nll)
 
 
 def test_a_context_that_was_not_read_to_its_end_is_an_error(tmp_path: Path) -> None:

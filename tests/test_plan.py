@@ -127,6 +127,22 @@ def test_a_run_that_cannot_be_run_leaves_no_directory(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "plan.json").exists()  # can be continued
 
 
+def test_what_a_process_killed_before_its_plan_was_written_left_is_no_obstacle(tmp_path: Path) -> None:
+    for name in ("run.lock", "holder.json", "holder.json.partial", "plan.json.partial"):
+        (tmp_path / name).write_text("{")
+    with claim(tmp_path, {"hash": "x", "experiment": {}}):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_journal_without_its_plan_is_refused(tmp_path: Path) -> None:
+    """Another model may have answered the same prompts in it."""
+    with Journal(tmp_path / "journal.sqlite") as journal:
+        journal.put("bf16", [answer(1)])
+    with pytest.raises(KvevalError, match=r"holds other things \(journal.sqlite"), claim(tmp_path, {"hash": "x"}):
+        raise AssertionError
+
+
 def test_the_cost_of_a_reading_grows_with_what_its_tokens_attend_to() -> None:
     full, window = Work("bf16", 0, 1000, 0), Work("window", 0, 1000, 0, window=100)
     assert full.cost(1000, turn=0) == 500_000

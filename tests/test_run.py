@@ -207,6 +207,11 @@ BAD = [
     (["--kv", "fp8", "--ctx", "2k", "--haystack", "/no/such/file"], "/no/such/file"),
     (["--kv", "fp8", "--ctx", "2k", "--device", "tpu"], "--device tpu"),
     (["--kv", "fp8", "--ctx", "2k", "--gate", "nothing"], "nothing"),
+    (["--kv", "fp8", "--ctx", "2k", "--gate", ""], "unknown policy ''"),
+    (["--kv", "fp8", "--ctx", "2k", "--lengths", ""], "no value is given"),
+    (["--kv", "fp8", "--ctx", "2k", "--depths", ","], "no value is given"),
+    (["--kv", "fp8", "--ctx", "2k", "--threads", "100000"], "--threads"),
+    (["--kv", "window:9999999999999999999999", "--ctx", "2k"], "more tokens than any model reads"),
     (["--kv", "fp8"], "--ctx"),
     (["--ctx", "2k"], "--kv"),
 ]
@@ -264,7 +269,7 @@ def test_a_second_process_on_one_directory_is_refused_by_the_name_of_the_first(
     assert f"process {os.getpid()} on here" in done.stderr
 
 
-@pytest.mark.parametrize("damage", ["manifest", "plan", "table", "columns", "schema"])
+@pytest.mark.parametrize("damage", ["manifest", "plan", "table", "columns", "schema", "edited plan", "edited rows"])
 def test_a_damaged_run_directory_is_told_not_shown(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path, damage: str
 ) -> None:
@@ -276,6 +281,12 @@ def test_a_damaged_run_directory_is_told_not_shown(
         pd.DataFrame({"arm": ["bf16"]}).to_parquet(tmp_path / "answers.parquet")
     elif damage == "schema":
         (tmp_path / "manifest.json").write_text('{"schema": 99}')
+    elif damage == "edited plan":
+        plan = json.loads((tmp_path / "plan.json").read_text())
+        plan["experiment"]["model"]["instrument"] = False
+        (tmp_path / "plan.json").write_text(json.dumps(plan))
+    elif damage == "edited rows":
+        pd.read_parquet(tmp_path / "answers.parquet").assign(score=1.0).to_parquet(tmp_path / "answers.parquet")
     else:
         (tmp_path / f"{damage}.json").write_text("{")
     for command in (["report"], ["gate"]):

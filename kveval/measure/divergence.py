@@ -17,6 +17,10 @@ import torch
 from kveval.engines.head import Head
 from kveval.errors import EngineError
 
+SAME_NLL = (
+    1e-3  # nats; the same reading again gives the same to float32's rounding, another context differs by whole nats
+)
+
 
 def sample_positions(tokens: int, count: int, seed: int, context: int) -> np.ndarray:
     """Positions (at most ``count``, int64, ascending) in 1..tokens-1, one in each of ``count`` equal strata of depth."""
@@ -107,6 +111,19 @@ class Recorder:
             self._kept.flush()
             os.replace(self._partial, self._output)
         return Recording(self._nll, self._kl, self._agree)
+
+
+def is_reference(file: Path, vocabulary: int, ids: np.ndarray, sampled: np.ndarray, nll: np.ndarray) -> bool:
+    """Whether ``file`` is the whole reference of this very context, and not one cut short or another's.
+
+    At each of the ``sampled`` positions it must give the true token of ``ids`` (tokens,) the log-probability that the
+    baseline's reading told: ``nll`` (tokens - 1,), as in its Recording.
+    """
+    if not file.is_file() or file.stat().st_size != 4 * len(sampled) * vocabulary:
+        return False
+    reference = np.memmap(file, dtype=np.float32, mode="r", shape=(len(sampled), vocabulary))
+    told = -reference[np.arange(len(sampled)), np.asarray(ids)[sampled]]
+    return bool(np.allclose(told, nll[sampled - 1], rtol=0, atol=SAME_NLL))
 
 
 def divergence(baseline: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,8 @@ class Mark:
 
 @dataclass(frozen=True)
 class Series:
+    """The marks of one arm, in the colour of its number."""
+
     name: str
     color: int
     marker: str
@@ -56,12 +58,16 @@ class Series:
 
 @dataclass(frozen=True)
 class Tick:
+    """A labelled place on an axis, in view box coordinates."""
+
     at: float
     text: str
 
 
 @dataclass(frozen=True)
 class Chart:
+    """A drawing with its axes, and the words that stand in for it."""
+
     title: str
     description: str  # read aloud in place of the drawing
     x_title: str

@@ -85,6 +85,8 @@ class Grid:
 
 @dataclass(frozen=True)
 class LengthRetention:
+    """Retention over the questions of one length."""
+
     length: int
     retention: Retention
 
@@ -115,6 +117,8 @@ class LostAnswer:
 
 @dataclass(frozen=True)
 class CheckRow:
+    """One check of the evidence and what it came to for one arm."""
+
     check: str
     arm: str  # empty: of the whole run
     status: str  # passed | failed | not checked

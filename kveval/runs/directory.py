@@ -17,6 +17,9 @@ from kveval.errors import KvevalError
 from kveval.runs.evidence import read_json
 
 PLAN, MANIFEST, JOURNAL, LOCK, HOLDER = "plan.json", "manifest.json", "journal.sqlite", "run.lock", "holder.json"
+# What a process that died before its plan was written may leave. A journal is not among it: without its plan nobody
+# knows whose answers it holds.
+_BEFORE_PLAN = {LOCK, HOLDER, f"{HOLDER}.partial", f"{PLAN}.partial"}
 
 
 def is_whole(directory: Path) -> bool:
@@ -71,7 +74,7 @@ def check_foreign(directory: Path, plan: dict[str, Any]) -> None:
     if not directory.is_dir():
         raise KvevalError(f"'{directory}' is a file: name a directory with --out")
     if not (directory / PLAN).exists():
-        others = sorted({entry.name for entry in directory.iterdir()} - {LOCK, HOLDER, JOURNAL, "work"})
+        others = sorted({entry.name for entry in directory.iterdir()} - _BEFORE_PLAN)
         if others:
             raise KvevalError(
                 f"'{directory}' holds other things ({others[0]} ...): name a new or empty directory with --out"

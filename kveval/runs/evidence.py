@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA_VERSION = 1
+_CHANGED = "the run directory is damaged or was changed; run it again"
 
 # Column -> pandas dtype. A run writes one Parquet file for each table.
 TABLES: dict[str, dict[str, str]] = {
@@ -125,6 +127,7 @@ def load(path: Path) -> Evidence:
         raise KvevalError(
             f"'{path}' was written with row schema {manifest.get('schema')!r}; this kveval reads schema {SCHEMA_VERSION}"
         )
+    _refuse_changed(path, plan, manifest)
     tables: dict[str, pd.DataFrame] = {}
     for name, columns in TABLES.items():
         file = path / f"{name}.parquet"
@@ -140,6 +143,19 @@ def load(path: Path) -> Evidence:
             )
         tables[name] = table.astype(columns)
     return Evidence(path=path, plan=plan, manifest=manifest, **tables)
+
+
+def _refuse_changed(path: Path, plan: dict[str, Any], manifest: dict[str, Any]) -> None:
+    """The plan and the tables must be those that the run wrote: an edited row would be reported as if it was measured."""
+    from kveval.runs.plan import experiment_hash
+
+    if not (manifest.get("plan") == plan.get("hash") == experiment_hash(plan.get("experiment", {}))):
+        raise KvevalError(f"'{path}/plan.json' is not the plan that this run carried out: {_CHANGED}")
+    hashes = manifest.get("tables") or {}
+    for name in TABLES:
+        file = path / f"{name}.parquet"
+        if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != hashes.get(name):
+            raise KvevalError(f"'{file}' is not the file that this run wrote: {_CHANGED}")
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -91,6 +91,11 @@ class Journal:
         query = "SELECT 1 FROM readings WHERE arm=? AND context=?"
         return self._db.execute(query, (arm, context)).fetchone() is not None
 
+    def nll(self, arm: str, context: int) -> np.ndarray:
+        """What a reading that was put told of its context: NLL (tokens - 1,) float32, nats."""
+        query = "SELECT nll FROM readings WHERE arm=? AND context=?"
+        return np.frombuffer(self._db.execute(query, (arm, context)).fetchone()[0], dtype="<f4")
+
     def put_reading(
         self,
         arm: str,

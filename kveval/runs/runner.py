@@ -89,9 +89,9 @@ def _read(
     reference: Path,
     progress: Progress,
 ) -> None:
-    """One arm reads one context. A candidate needs the baseline's distributions: read them again should they be gone."""
+    """One arm reads one context. A candidate needs the baseline's distributions: read them again should they be gone or wrong."""
     from kveval.engines.transformers import DECODE_STEPS
-    from kveval.measure.divergence import Recorder, sample_positions
+    from kveval.measure.divergence import Recorder, is_reference, sample_positions
 
     baseline = plan.arms[0].name
     head = arms[name].loaded.head
@@ -102,7 +102,9 @@ def _read(
         context.context,
     )
     stops = {prompt.prefix for prompt in prompts}
-    if name != baseline and not reference.exists():
+    if name != baseline and not is_reference(
+        reference, head.vocabulary, context.ids, sampled, journal.nll(baseline, context.context)
+    ):
         again = Recorder(head, context.ids, sampled, output=reference)
         arms[baseline].read(context.ids, [], stops=stops, recorder=again)
         again.finish()
