@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import shlex
 import signal
 import sys
@@ -16,6 +18,8 @@ from kveval import __version__
 from kveval.errors import KvevalError
 from kveval.units import parse_tokens
 
+# What the machine refuses in the middle of a write; any other OSError is a bug and stays loud.
+MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
 MOST_THREADS = 1024  # OpenMP crashes the process when it cannot start as many threads as it is told to
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -85,6 +89,12 @@ def plain_errors(command: F) -> F:
         except BrokenPipeError:
             sys.stderr.close()  # the reader of our output has gone: nothing is left to say
             sys.exit(141)
+        except OSError as error:
+            if error.errno not in MACHINE_ERRORS:
+                raise
+            place = f" '{error.filename}'" if error.filename else " the output"
+            click.secho(f"kveval:{place} cannot be written ({error.strerror})", fg="red", err=True)
+            sys.exit(5)
 
     return wrapped  # type: ignore[return-value]
 
@@ -201,7 +211,7 @@ def run(policy: str | None, out: Path | None, quiet: bool, depths: tuple[float, 
     verdict_policy = _policy(policy)
     if depths is not None:
         asked["depths"] = depths
-    request = Request(**asked, command=f"kveval {shlex.join(sys.argv[1:])}")
+    request = Request(**asked, command=_command())
     progress = Progress(quiet=quiet)
     progress.note(f"planning: {request.model}, {request.ctx_tokens:,} tokens")
     plan = resolve_plan(request)
@@ -341,8 +351,13 @@ def _show(directory: Path, policy: Any) -> Any:
     from kveval.runs.evidence import load
 
     built = build(load(directory), policy)
-    click.echo(render(built, color=sys.stdout.isatty()))
+    click.echo(render(built, color=_wants_color()))
     return built.verdict.outcome
+
+
+def _wants_color() -> bool:
+    """A terminal that shows escape sequences, and a user who has not asked for none (https://no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _report_text(directory: Path, policy: Any, kind: str) -> str:
@@ -357,6 +372,17 @@ def _exit_code(outcome: Any, *, gated: bool) -> int:
     from kveval.gate import EXIT_CODES, Outcome
 
     return EXIT_CODES[outcome] if gated or outcome == Outcome.INVALID else 0
+
+
+def _command() -> str:
+    """What was typed, for plan.json."""
+    command = f"kveval {shlex.join(sys.argv[1:])}"
+    try:
+        command.encode()
+    except UnicodeEncodeError as error:
+        shown = command.encode(errors="backslashreplace").decode()
+        raise KvevalError(f"an argument is not UTF-8 text ({shown}): rename the file or folder") from error
+    return command
 
 
 def _plain_interrupts() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from kveval.cli import main
+from kveval.cli import _wants_color, main
 from kveval.resources import data_path
 
 
@@ -44,6 +45,21 @@ def test_readme_names_every_command() -> None:
     for path in commands(main):
         if path != ("models",):
             assert " ".join(("kveval", *path)) in readme
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_colour_only_where_it_is_seen_and_wanted(
+    settings: dict[str, str], wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    assert _wants_color() is wanted
 
 
 def test_help_in_a_fresh_process() -> None:

@@ -175,6 +175,30 @@ class TestLoading:
         with pytest.raises(KvevalError, match=r"lacks 1 tensors.*layers\.1\.self_attn\.q_proj\.weight"):
             load_model(resolve(str(checkpoint)))
 
+    def test_weights_of_another_model_are_one_sentence(
+        self, checkpoint: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        config = json.loads((checkpoint / "config.json").read_text())
+        config["vocab_size"] += 1
+        (checkpoint / "config.json").write_text(json.dumps(config))
+        with pytest.raises(KvevalError, match=r"another shape than its config\.json says \(.*expected"):
+            load_model(resolve(str(checkpoint)))
+        assert capfd.readouterr().err == ""
+
+    def test_weights_cut_short_are_one_sentence(self, checkpoint: Path) -> None:
+        whole = (checkpoint / "model.safetensors").read_bytes()
+        for size in (0, 1000, len(whole) - 1):
+            (checkpoint / "model.safetensors").write_bytes(whole[:size])
+            with pytest.raises(KvevalError, match=r"weights of .* cannot be loaded"):
+                load_model(resolve(str(checkpoint)))
+
+    def test_a_config_with_a_value_of_another_type_is_one_sentence(self, checkpoint: Path) -> None:
+        config = json.loads((checkpoint / "config.json").read_text())
+        config["num_hidden_layers"] = "two"
+        (checkpoint / "config.json").write_text(json.dumps(config))
+        with pytest.raises(KvevalError, match=r"configuration of .* cannot be loaded"):
+            load_config(resolve(str(checkpoint)))
+
     def test_code_in_a_checkpoint_is_not_run(self, checkpoint: Path, tmp_path: Path) -> None:
         trace = tmp_path / "trace"
         code = (

@@ -121,6 +121,22 @@ def test_report_renders_each_format(
         json.loads(out.read_text(encoding="utf-8"))
 
 
+def test_output_that_cannot_be_written_is_one_sentence(
+    whole: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kveval.cli", "report", str(whole[0])],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 5
+    assert "cannot be written (No space left on device)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_lm_evals_own_results_agree_with_the_rows(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     results = json.loads((whole[0] / "lm_eval.json").read_text(encoding="utf-8"))
     scores = load(whole[0]).answers.groupby("arm")["score"].mean()
@@ -202,7 +218,9 @@ BAD = [
     (["--kv", "fp8", "--ctx", "2k", "--depths", "0,2"], "between 0"),
     (["--kv", "fp8", "--ctx", "2k", "--depths", "a"], "numbers"),
     (["--kv", "fp8", "--ctx", "2k", "--lengths", "1k"], "the longest length must be"),
+    (["--kv", "fp8", "--ctx", "1k", "--lengths", "1000,1001,1k"], "end with the same sentence"),
     (["--kv", "fp8", "--ctx", "64"], "length"),
+    (["--kv", "fp8", "--ctx", "2k", "--out", "caf\udce9"], "not UTF-8"),
     (["--kv", "fp8", "--ctx", "2k", "--model", "/no/such/model"], "no directory"),
     (["--kv", "fp8", "--ctx", "2k", "--haystack", "/no/such/file"], "/no/such/file"),
     (["--kv", "fp8", "--ctx", "2k", "--device", "tpu"], "--device tpu"),

@@ -99,7 +99,7 @@ def _config(source: ModelSource) -> Any:
 def _pretrained(source: ModelSource, dtype: torch.dtype, device: str, attn_implementation: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    with _loading(source, "weights"), _no_bars():
+    with _loading(source, "weights"), _quietly():
         # device_map puts each tensor on its device as it is read; on the CPU there is nothing to place.
         placed = {} if device == "cpu" else {"device_map": {"": device}}
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -107,9 +107,17 @@ def _pretrained(source: ModelSource, dtype: torch.dtype, device: str, attn_imple
             dtype=dtype,
             attn_implementation=attn_implementation,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # told below in one sentence; transformers prints a table and raises
             output_loading_info=True,
             **placed,
             **_where(source),
+        )
+    misshapen = sorted(info["mismatched_keys"])
+    if misshapen:
+        name, there, wanted = misshapen[0]
+        raise KvevalError(
+            f"'{source.name}' holds {len(misshapen)} tensors of another shape than its config.json says ({name} is "
+            f"{tuple(there)}, expected {tuple(wanted)}): give config.json and weights of the same model"
         )
     missing = sorted(info["missing_keys"])
     if missing:
@@ -140,25 +148,34 @@ def _commit(source: ModelSource) -> str:
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
-    """Keeps transformers' progress bars out of kveval's own progress."""
+def _quietly() -> Iterator[None]:
+    """Keeps transformers' progress bars and its tables of missing tensors out of what kveval says itself."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if shown:
             logging.enable_progress_bar()
 
 
 @contextmanager
 def _loading(source: ModelSource, part: str) -> Iterator[None]:
-    """Turns what transformers raises for a bad checkpoint into one sentence."""
+    """Turns what is raised for a bad checkpoint into one sentence.
+
+    A broken file can raise anything: safetensors, huggingface_hub and tokenizers each have exceptions of their own.
+    """
+    import torch
+
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (KvevalError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
         step = "check the checkpoint"
         if source.kind == "hub":
             step = "no such directory is here; check the hub id and the connection, or run 'hf download' beforehand"

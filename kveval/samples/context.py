@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from kveval.errors import EvidenceError
+from kveval.errors import EvidenceError, KvevalError
 from kveval.samples.encoded import Encoded, Ints, extend, special_prefix
 from kveval.samples.haystack import Haystack
 from kveval.samples.layout import Grid
@@ -87,6 +88,7 @@ def build_context(
     )
     encoded = planted.encoded
     cuts = {length: Cut(encoded.tokens_until(chars) + len(prefix), chars) for length, chars in planted.cuts.items()}
+    _refuse_equal(cuts)
     needles = tuple(_needles(tokenizer, planted, len(prefix)))
     questions = tuple(_questions(grid, cuts, needles, context))
     ids = np.concatenate([np.asarray(prefix, dtype=np.int32), encoded.ids])
@@ -127,6 +129,16 @@ def needle_mask(context: Context) -> np.ndarray[Any, np.dtype[np.bool_]]:
     for needle in context.needles:
         mask[needle.first : needle.last + 1] = True
     return mask
+
+
+def _refuse_equal(cuts: dict[int, Cut]) -> None:
+    """Two lengths that end with the same sentence would ask the same questions twice."""
+    for one, other in pairwise(sorted(cuts)):
+        if cuts[one].tokens == cuts[other].tokens:
+            raise KvevalError(
+                f"lengths {one:,} and {other:,} end with the same sentence and would ask the same questions: give "
+                "lengths further apart"
+            )
 
 
 def _needles(tokenizer: Any, planted: Planted, before: int) -> Iterator[Needle]:
