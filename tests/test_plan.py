@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sqlite3
 from pathlib import Path
@@ -106,6 +107,28 @@ def test_a_file_that_is_no_journal_is_refused(tmp_path: Path) -> None:
     (tmp_path / "j.sqlite").write_text("not a database, but long enough to be read as the header of one" * 20)
     with pytest.raises(KvevalError, match="cannot be used"):
         Journal(tmp_path / "j.sqlite")
+
+
+@pytest.mark.parametrize("damage", ["pages", "columns"])
+def test_a_damaged_journal_is_refused(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "j.sqlite"
+    with Journal(file) as journal:
+        journal.put("fp8", [answer(number) for number in range(500)])
+    if damage == "pages":
+        whole = file.read_bytes()
+        file.write_bytes(whole[:8192] + b"\xff" * (len(whole) - 8192))
+    else:
+        with contextlib.closing(sqlite3.connect(file)) as db:
+            db.executescript("DROP TABLE answers; CREATE TABLE answers (arm TEXT)")
+    with pytest.raises(KvevalError, match="cannot be used"):
+        Journal(file)
+
+
+def test_something_in_the_place_of_the_work_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"hash": "x"}')
+    (tmp_path / "work").write_text("a file")
+    with pytest.raises(KvevalError, match=r"work' cannot be written"), claim(tmp_path, {"hash": "x"}):
+        raise AssertionError
 
 
 def test_a_journal_that_cannot_be_written_is_the_machines_fault(tmp_path: Path) -> None:

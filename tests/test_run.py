@@ -10,13 +10,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from filelock import FileLock
 from pandas.testing import assert_frame_equal
 
+from kveval.cache.layer import FormatLayer
+from kveval.formats.bf16 import Bf16
+from kveval.formats.fp8 import Fp8
 from kveval.runs.evidence import TABLES, load
+from kveval.runs.plan import Request, resolve_plan
+from kveval.runs.progress import Progress
+from kveval.runs.runner import run
 
 pytestmark = pytest.mark.e2e
 
@@ -60,6 +68,7 @@ def test_rows_are_whole(whole: tuple[Path, subprocess.CompletedProcess[str]]) ->
     assert bytes_per_token == {"bf16": 2048.0, "fp8": 1024.0, "int4-g32": 640.0, "window:512": 2048.0}
     footprint = evidence.footprint
     assert (footprint["stored_bytes"] == footprint["predicted_bytes"]).all()
+    assert (footprint["stored_bytes"] <= footprint["reserved_bytes"]).all()
     for arm in ("bf16", "fp8", "int4-g32"):
         rows = footprint[footprint["arm"] == arm]
         assert (rows["stored_bytes"] == rows["tokens"] * bytes_per_token[arm]).all()
@@ -154,6 +163,43 @@ def test_a_finished_run_is_shown_again_and_asks_nothing(whole: tuple[Path, subpr
     assert {file.name: file.stat().st_mtime_ns for file in whole[0].iterdir()} == before
 
 
+def checks_of_a_small_run(directory: Path) -> dict[tuple[str, str], tuple[str, str]]:
+    """(check, arm) -> status and detail of a run in this process."""
+    plan = resolve_plan(Request(("fp8",), 1024, contexts=1, needles=1, depths=(0.0, 1.0), chunk_tokens=256, threads=1))
+    rows = load(run(plan, directory, Progress(quiet=True))).checks.to_dict("records")
+    return {(row["check"], row["arm"]): (row["status"], row["detail"]) for row in rows}
+
+
+def test_a_candidate_that_is_stored_as_the_baseline_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fp8, "encode", Bf16.encode)
+    monkeypatch.setattr(Fp8, "decode", Bf16.decode)
+    status, told = checks_of_a_small_run(tmp_path / "run")["engaged", "fp8"]
+    assert status == "failed"
+    assert "but the format says" in told
+    assert kveval("gate", tmp_path / "run").returncode == 4
+
+
+def test_a_candidate_whose_cache_is_written_but_never_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are fp8's, but attention reads the baseline's numbers."""
+    stored = FormatLayer.update
+    behind: dict[FormatLayer, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+
+    def update(layer: FormatLayer, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = stored(layer, keys, values, *args, **kwargs)
+        if not layer.asking:
+            behind.setdefault(layer, []).append((keys.bfloat16(), values.bfloat16()))
+        for part, kept in zip(out, zip(*behind[layer], strict=True), strict=True):
+            part[:, :, : layer.read[0].tokens] = torch.cat(kept, dim=2)
+        return out
+
+    monkeypatch.setattr(FormatLayer, "update", update)
+    status, told = checks_of_a_small_run(tmp_path / "run")["engaged", "fp8"]
+    assert status == "failed"
+    assert "to the last bit" in told
+
+
 def answered(directory: Path) -> int:
     """Answers in a run's journal so far."""
     try:
@@ -182,7 +228,14 @@ def test_a_stopped_run_continues_where_it_was(
     """Rows equal those of the undisturbed run but for timings and gauges; no answer is asked or written twice."""
     directory = tmp_path / "run"
     command = [sys.executable, "-m", "kveval.cli", "run", *FORMATS, *ASKED, "--out", str(directory)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        # What runs the tests in the background ignores Ctrl-C, and its children would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  # no threads are running
+    )
     stop_after(process, directory, 30, number)
     told = process.communicate()[1]
     assert process.returncode == code, told

@@ -48,11 +48,7 @@ def claim(directory: Path, plan: dict[str, Any]) -> Iterator[Path]:
             f"the run directory '{directory}' cannot be written ({error.strerror}): choose another with --out"
         ) from error
     try:
-        write_json(directory / HOLDER, {"process": os.getpid(), "host": socket.gethostname()})
-        if not (directory / PLAN).exists():
-            write_json(directory / PLAN, plan)
-        work = directory / "work"
-        work.mkdir(exist_ok=True)
+        work = _move_in(directory, plan)
         yield work
         shutil.rmtree(work)
         (directory / HOLDER).unlink()
@@ -65,6 +61,21 @@ def claim(directory: Path, plan: dict[str, Any]) -> Iterator[Path]:
     finally:
         lock.release()
     (directory / LOCK).unlink(missing_ok=True)
+
+
+def _move_in(directory: Path, plan: dict[str, Any]) -> Path:
+    """Say who is here and what for; returns where work in progress may lie."""
+    work = directory / "work"
+    try:
+        write_json(directory / HOLDER, {"process": os.getpid(), "host": socket.gethostname()})
+        if not (directory / PLAN).exists():
+            write_json(directory / PLAN, plan)
+        work.mkdir(exist_ok=True)
+    except OSError as error:
+        raise KvevalError(
+            f"'{error.filename}' cannot be written ({error.strerror}): choose another directory with --out"
+        ) from error
+    return work
 
 
 def check_foreign(directory: Path, plan: dict[str, Any]) -> None:

@@ -44,10 +44,26 @@ class Journal:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(SCHEMA)
+            self._refuse_damaged()
         except sqlite3.Error as error:
             raise KvevalError(
                 f"the journal '{file}' cannot be used ({error}): choose another run directory with --out"
             ) from error
+
+    def _refuse_damaged(self) -> None:
+        """Raises sqlite3.DatabaseError for pages that are broken and for tables that are not SCHEMA's."""
+        found = self._db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if found != "ok":
+            raise sqlite3.DatabaseError(" ".join(found.split()))
+        fresh = sqlite3.connect(":memory:")
+        try:
+            fresh.executescript(SCHEMA)
+            for table in ("answers", "readings", "spans"):
+                columns = f"PRAGMA table_info({table})"
+                if self._db.execute(columns).fetchall() != fresh.execute(columns).fetchall():
+                    raise sqlite3.DatabaseError(f"its table '{table}' has other columns")
+        finally:
+            fresh.close()
 
     def __enter__(self) -> Journal:
         return self
