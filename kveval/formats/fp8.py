@@ -14,7 +14,7 @@ E4M3_MAX = 448.0  # largest finite E4M3 number (OCP 8-bit floating point specifi
 
 @dataclass(frozen=True)
 class Fp8:
-    """float8 E4M3 (OCP, no infinities). Saturates at 448, as serving kernels do; a plain cast would give NaN."""
+    """float8 E4M3 (OCP, no infinities). Saturates at 448, as serving kernels do, whatever torch's own cast does beyond it."""
 
     lossy = True
 

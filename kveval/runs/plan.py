@@ -33,6 +33,7 @@ SHORTEST = 4096  # of the default lengths: they double from here up to the conte
 SHORTEST_HALF = 1024
 TOKENS_PER_ARM = 131_072  # the default number of contexts reads about this much, so that a first run ends in minutes
 MOST_CONTEXTS = 8
+MOST_ASKED_CONTEXTS = 10_000  # all contexts are built beforehand
 QUESTIONS_PER_ARM = 256  # wanted by default, over all contexts
 SAMPLED_POSITIONS = 512  # of each context, where whole distributions are compared
 
@@ -100,8 +101,9 @@ def resolve_plan(request: Request) -> Plan:
     from kveval.models.load import load_config, load_tokenizer, model_sha256
 
     arms = resolve_arms(request.kv)
-    if request.contexts is not None and request.contexts < 1:
-        raise KvevalError(f"--contexts {request.contexts}: read at least one context")
+    check_windows(arms, request.ctx_tokens)
+    if request.contexts is not None and not 1 <= request.contexts <= MOST_ASKED_CONTEXTS:
+        raise KvevalError(f"--contexts {request.contexts}: read 1 to {MOST_ASKED_CONTEXTS:,} contexts")
     source = resolve(request.model)
     config = load_config(source)
     geometry = from_config(config)
@@ -178,6 +180,16 @@ def resolve_arms(names: Sequence[str]) -> tuple[Arm, ...]:
         Arm(BASELINE, parse_format(BASELINE), "baseline"),
         *(Arm(fmt.name, fmt, "candidate") for fmt in candidates),
     )
+
+
+def check_windows(arms: Sequence[Arm], ctx_tokens: int) -> None:
+    """Raises KvevalError for a window that never evicts anything and stores without loss: it is the baseline."""
+    for arm in arms:
+        if arm.fmt.window and arm.fmt.window.size >= ctx_tokens and not arm.fmt.codec.lossy:
+            raise KvevalError(
+                f"{arm.name} at --ctx {ctx_tokens} keeps every token, so it is the baseline: "
+                "give a smaller window or a longer context"
+            )
 
 
 def check_context(ctx_tokens: int, geometry: Geometry, source: ModelSource) -> None:
