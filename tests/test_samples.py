@@ -200,8 +200,18 @@ def test_user_files_repeat_and_say_how_often(tmp_path: Path) -> None:
     assert "Ein zweites St\u00fcck." in context.text
     assert "\ufeff" not in context.text
     assert context.haystack_sha256 == hay.sha256 != haystack(str(tmp_path / "a.md")).sha256
-    one = haystack(str(tmp_path / "a.md"))
-    assert "".join(islice(one.pieces(0, 0), 50)) != "".join(islice(one.pieces(0, 3), 50))
+
+
+def test_a_single_document_starts_elsewhere_in_each_context_and_nowhere_else_when_moved(tmp_path: Path) -> None:
+    lines = [f"Line number {number} of a file." for number in range(20)]
+    for name in ("a.md", "moved.md"):
+        (tmp_path / name).write_text(" ".join(lines), encoding="utf-8")
+    one, moved = haystack(str(tmp_path / "a.md")), haystack(str(tmp_path / "moved.md"))
+    for seed in range(5):
+        starts = [next(one.pieces(seed, context)).strip() for context in range(8)]
+        assert len(set(starts)) == 8
+        assert set(starts) <= set(lines)
+        assert starts == [next(moved.pieces(seed, context)).strip() for context in range(8)]
 
 
 def test_bad_haystacks(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from kveval.samples.lexicon import FRAMES, SLOTS
 
 SUFFIXES = (".txt", ".md", ".rst")
 _PIECE_CHARS = 160
+_GOLDEN_TURN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, fall evenly and apart
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)|(?=\n\s*\n)")
 _AT_MOST = re.compile(rf"\s*.{{1,{_PIECE_CHARS}}}(?!\S)|\s*.{{1,{_PIECE_CHARS}}}", re.DOTALL)
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -35,10 +36,14 @@ class Haystack:
     def pieces(self, seed: int, context: int) -> Iterator[str]:
         """Endless sentence-like strings with their own leading spaces: joined with nothing between, they are the text.
 
-        Contexts differ in the order of documents (one document: in where they start). Same seed and context, same text.
+        Contexts differ in the order of documents (one document: in where they start, spread through it). The same
+        seed, context and content give the same text, wherever the files lie.
         """
-        random = Random(f"{seed}:haystack:{context}:{self.name}")
-        return _texts(random, self._documents) if self._documents else _noise(random)
+        if not self._documents:
+            return _noise(Random(f"{seed}:haystack:{context}:{self.name}"))
+        random = Random(f"{seed}:haystack:{context}:{self.sha256}")
+        turn = Random(f"{seed}:haystack:{self.sha256}").random() + context * _GOLDEN_TURN
+        return _texts(random, self._documents, turn % 1)
 
 
 def haystack(name: str) -> Haystack:
@@ -94,9 +99,9 @@ def split(text: str) -> tuple[str, ...]:
     return tuple(part for sentence in _SENTENCE_END.split(text) for part in _AT_MOST.findall(sentence))
 
 
-def _texts(random: Random, documents: tuple[tuple[str, ...], ...]) -> Iterator[str]:
-    """The documents again and again, each time in another order; one document alone goes round from a random piece."""
-    first = random.randrange(len(documents[0])) if len(documents) == 1 else 0
+def _texts(random: Random, documents: tuple[tuple[str, ...], ...], start: float) -> Iterator[str]:
+    """The documents again and again, each time in another order; one alone goes round from ``start`` (0 to 1) of it."""
+    first = int(start * len(documents[0])) if len(documents) == 1 else 0
     while True:
         for document in random.sample(documents, len(documents)):
             for number, piece in enumerate(document[first:]):
