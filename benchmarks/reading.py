@@ -20,7 +20,8 @@ from kveval.cache.attention import NAME, flash, register
 from kveval.engines.base import Prompt
 from kveval.engines.stream import Stream
 from kveval.engines.transformers import Loaded, prepare
-from kveval.formats.spec import KVFormat, parse_format
+from kveval.formats.parse import parse_format
+from kveval.formats.spec import KVFormat
 from kveval.measure.divergence import Recorder, sample_positions
 from kveval.measure.memory import PeakMemory
 from kveval.memory.geometry import from_config

@@ -124,7 +124,15 @@ def main() -> None:
     multiple=True,
     required=True,
     metavar="FORMAT",
-    help="KV format to judge against bf16; repeat it for more: bf16, fp8, int4-g32, window:4k.",
+    help="KV format to judge against the baseline; repeat it for more: fp8, int4-g32, kivi4, window:4k, a named one "
+    "(vllm-int8) or a YAML file. 'kveval formats' lists them.",
+)
+@click.option(
+    "--baseline",
+    type=click.Choice(["bf16", "fp16"]),
+    default="bf16",
+    show_default=True,
+    help="The 16-bit cache that candidates are compared with.",
 )
 @click.option(
     "--ctx",
@@ -137,7 +145,8 @@ def main() -> None:
     "--model",
     default="probe",
     show_default=True,
-    help="The built-in probe (measures the instrument, not your model), smollm2-135m, a checkpoint directory or a hub id.",
+    help="The built-in probe (measures the instrument, not your model; probe:outlier=3e6 plants an outlier channel), "
+    "smollm2-135m, a checkpoint directory or a hub id.",
 )
 @click.option(
     "--contexts",
@@ -193,7 +202,7 @@ def main() -> None:
 @click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")
 @plain_errors
 def run(policy: str | None, out: Path | None, quiet: bool, depths: tuple[float, ...] | None, **asked: Any) -> None:
-    """Measure one or more KV formats against bf16.
+    """Measure one or more KV formats against a 16-bit one.
 
     Each context is read once by each arm; its questions are asked on the way. A run that was stopped continues
     when the same command is given again. The run directory holds the rows from which every number is computed.
@@ -281,6 +290,40 @@ def gate(directory: Path, policy: str) -> None:
 
 
 @main.command()
+@click.argument("name", required=False)
+@click.option("--model", help="Explain it for this model: probe, smollm2-135m, a checkpoint directory or a hub id.")
+@click.option(
+    "--geometry",
+    metavar="LAYERSxKV_HEADSxHEAD_DIM",
+    help="Explain it for a model of this shape.  [default: 80x8x128, Llama-3.3-70B]",
+)
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON.")
+@plain_errors
+def formats(name: str | None, model: str | None, geometry: str | None, as_json: bool) -> None:
+    """List the KV formats, or explain one: layout, bytes, which engines serve it, source.
+
+    \b
+    kveval formats
+    kveval formats kivi4,residual=32
+    kveval formats int4-g32 --geometry 32x8x128
+    kveval formats fp8 --model smollm2-135m --json
+    """
+    import json
+
+    from kveval.formats import explain, listing
+
+    if name is None:
+        if model or geometry:
+            raise KvevalError("--model and --geometry explain one format: name it, for instance kveval formats fp8")
+        click.echo(json.dumps(listing.as_data(), indent=2) if as_json else listing.as_text())
+        return
+    from kveval.formats.named import resolve_format
+
+    fmt, shape = resolve_format(name), _geometry(model, geometry)
+    click.echo(json.dumps(explain.as_data(fmt, *shape), indent=2) if as_json else explain.explain(fmt, *shape))
+
+
+@main.command()
 @click.option("--path", is_flag=True, help="Print the directory for lm-eval's --include_path.")
 @plain_errors
 def tasks(path: bool) -> None:
@@ -342,6 +385,23 @@ def _policy(name: str | None) -> Any:
     from kveval.gate import load_policy
 
     return load_policy("default" if name is None else name)
+
+
+def _geometry(model: str | None, geometry: str | None) -> Any:
+    """The shape that was asked for, and in words."""
+    from kveval.formats.explain import DEFAULT_GEOMETRY, describe, parse_geometry
+
+    if model is None:
+        return parse_geometry(DEFAULT_GEOMETRY if geometry is None else geometry)
+    if geometry is not None:
+        raise KvevalError(f"--model {model} has a shape of its own: leave out --geometry {geometry}")
+    from kveval.memory.geometry import from_config
+    from kveval.models.catalogue import resolve
+    from kveval.models.load import load_config
+
+    source = resolve(model)
+    shape = from_config(load_config(source))
+    return shape, describe(shape, source.name)
 
 
 def _show(directory: Path, policy: Any) -> Any:

@@ -232,10 +232,10 @@ def _tokenizer_name(metadata: Mapping[str, Any]) -> str | None:
 
 def _is_instrument(metadata: Mapping[str, Any]) -> bool:
     """Whether the model is the probe, built in or exported."""
-    from kveval.models.catalogue import PROBE, PROBE_MARK
+    from kveval.models.catalogue import PROBE_MARK, is_probe
 
     name = metadata.get("pretrained") or _tokenizer_name(metadata) or ""
-    return name == PROBE or bool(_config(name).get(PROBE_MARK))
+    return is_probe(name) or bool(_config(name).get(PROBE_MARK))
 
 
 def _config(name: str) -> dict[str, Any]:

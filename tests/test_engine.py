@@ -16,7 +16,7 @@ from kveval.engines.head import Head
 from kveval.engines.stream import ASKED_TOKENS, packs
 from kveval.engines.transformers import Loaded, TransformersLM, prepare
 from kveval.errors import KvevalError
-from kveval.formats.spec import parse_format
+from kveval.formats.parse import parse_format
 
 WORDS = [f"w{i}" for i in range(100)]
 

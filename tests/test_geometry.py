@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kveval.errors import KvevalError
-from kveval.formats.spec import parse_format
+from kveval.formats.parse import parse_format
 from kveval.memory.geometry import Geometry, from_config
 from kveval.memory.predict import stream_bytes, token_bytes
 from kveval.units import GIB

@@ -12,7 +12,8 @@ from tiny import read_logits, tiny_llama
 from kveval.engines.head import Head
 from kveval.engines.stream import Stream
 from kveval.errors import EngineError
-from kveval.formats.spec import KVFormat, parse_format
+from kveval.formats.parse import parse_format
+from kveval.formats.spec import KVFormat
 from kveval.measure.divergence import Recorder, Recording, divergence, is_reference, sample_positions
 from kveval.measure.memory import PeakMemory
 
@@ -44,8 +45,9 @@ def record(fmt: KVFormat, chunk: int, folder: Path, *, baseline: bool) -> Record
     head = Head(model)
     head.rows = 30  # several slices in a chunk
     reference = folder / "reference.f32"
-    files = {"output": reference} if baseline else {"baseline": reference}
-    recorder = Recorder(head, IDS, sample_positions(len(IDS), 60, 0, 0), **files)
+    sampled = sample_positions(len(IDS), 60, 0, 0)
+    output, known = (reference, None) if baseline else (None, reference)
+    recorder = Recorder(head, IDS, sampled, baseline=known, output=output)
     with Stream(model, None, head, fmt, IDS, chunk_tokens=chunk) as stream:
         for _ in stream.read_to(len(IDS), recorder):
             pass

@@ -23,6 +23,7 @@ from kveval.models.catalogue import (
     PROBE_NOTE,
     catalogue_model,
     fetched,
+    is_probe,
     models_dir,
     resolve,
     tokenizer_source,
@@ -73,6 +74,40 @@ class TestNames:
         assert source.note == PROBE_NOTE
         assert "not your model" in source.note
         assert tokenizer_source("probe") is None
+
+    @pytest.mark.parametrize(
+        ("name", "canonical", "outlier"),
+        [
+            ("probe:outlier=1e5", "probe:outlier=1e5", 1e5),
+            ("probe:outlier=100000", "probe:outlier=1e5", 1e5),
+            ("probe:outlier=3E+06", "probe:outlier=3e6", 3e6),
+            ("probe:outlier=448.0", "probe:outlier=448", 448.0),
+            ("probe:outlier=12345.678", "probe:outlier=12345.678", 12345.678),
+            ("probe:outlier=1e30", "probe:outlier=1e30", 1e30),
+            ("probe:outlier=.001", "probe:outlier=1e-3", 1e-3),
+            ("probe:outlier=0", "probe", 0.0),
+            ("probe:outlier=-0", "probe", 0.0),
+        ],
+    )
+    def test_the_probe_takes_an_outlier_under_one_name(self, name: str, canonical: str, outlier: float) -> None:
+        source = resolve(name)
+        assert (source.name, source.outlier) == (canonical, outlier)
+        assert (source.kind, source.path, source.instrument, source.note) == ("built-in", None, True, PROBE_NOTE)
+        assert resolve(canonical) == source
+        assert tokenizer_source(name) is None
+        assert is_probe(name)
+
+    @pytest.mark.parametrize("size", ["", "-1", "nan", "inf", "1e31", "big", "1,foo=2", "0x10"])
+    def test_a_size_that_is_none_is_refused_with_the_range(self, size: str) -> None:
+        message = refused(f"probe:outlier={size}")
+        assert f"'{size}'" in message
+        assert "from 0 (none) to 1e30" in message
+
+    @pytest.mark.parametrize("option", ["", "foo=1", "foo", "Outlier=1", "=1"])
+    def test_an_option_that_the_probe_does_not_have_is_refused_by_name(self, option: str) -> None:
+        message = refused(f"probe:{option}")
+        assert f"no option '{option}'" in message
+        assert "probe:outlier=3e6" in message
 
     def test_a_hub_id_is_taken_as_it_is_and_may_name_a_revision(self) -> None:
         source = resolve("Qwen/Qwen3-0.6B")
@@ -155,6 +190,15 @@ class TestLoading:
         tokenizers = [load_tokenizer(resolve(name)) for name in ("probe", str(exported))]
         assert tokenizer_sha256(tokenizers[0]) == tokenizer_sha256(tokenizers[1])
         assert load_config(resolve("probe"))["max_position_embeddings"] == 262_144
+
+    def test_a_probe_with_an_outlier_is_another_model_with_the_same_tokenizer(self) -> None:
+        names = ["probe", "probe:outlier=100", "probe:outlier=3e6"]
+        assert len({model_sha256(resolve(name)) for name in names}) == 3
+        assert len({tokenizer_sha256(load_tokenizer(resolve(name))) for name in names}) == 1
+        assert [load_config(resolve(name))["kveval_outlier"] for name in names] == [0.0, 100.0, 3e6]
+        model = load_model(resolve(names[2]), dtype="bfloat16")
+        assert model_sha256(resolve(names[2])) == state_dict_sha256(load_model(resolve(names[2])).state_dict())
+        assert model.dtype == torch.bfloat16
 
     def test_dtype_attention_and_mode_are_as_asked(self, exported: Path) -> None:
         for name in ("probe", str(exported)):

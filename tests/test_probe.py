@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kveval.errors import KvevalError
+from kveval.formats.fp8 import Fp8
 from kveval.probe import build, build_tokenizer, export, vocabulary, weights
 from kveval.samples import lexicon
 
@@ -188,6 +189,69 @@ def test_every_key_of_the_lexicon_stands_out_from_all_the_others() -> None:
     assert attention.mean(axis=0).min() > 0.8
 
 
+# --- the planted outlier
+
+
+def test_an_outlier_is_eight_numbers_of_layer_twos_keys_and_nothing_else() -> None:
+    plain, planted = weights.state_dict(300), weights.state_dict(300, outlier=3e6)
+    keys = "model.layers.1.self_attn.k_proj.weight"
+    assert plain.keys() == planted.keys()
+    assert all(np.array_equal(plain[name], planted[name]) for name in plain if name != keys)
+    rows, columns = np.nonzero(plain[keys] != planted[keys])
+    assert rows.tolist() == [64 * head + dim for head in range(4) for dim in (15, 47)]  # one rotary pair of each head
+    assert set(columns) == {weights.ONE}
+    assert not plain[keys][rows].any()
+    queries = planted["model.layers.1.self_attn.q_proj.weight"]
+    assert not queries[rows].any()  # so that no score depends on it
+    one = np.sqrt(512 / 6)  # what RMSNorm makes of the constant there
+    size = np.hypot(*planted[keys][rows, columns].reshape(4, 2).T) * one
+    np.testing.assert_allclose(size, 3e6, rtol=1e-6)
+
+
+def test_the_probe_without_an_outlier_is_the_probe() -> None:
+    state, zero = probe().state_dict(), build(outlier=0.0).state_dict()
+    assert all(torch.equal(state[name].view(torch.int32), zero[name].view(torch.int32)) for name in state)
+    assert probe().config.kveval_outlier == 0.0
+    assert build(outlier=100.0).config.kveval_outlier == 100.0
+
+
+@pytest.mark.parametrize("outlier", [100.0, 3e6])
+def test_exact_attention_does_not_see_the_outlier(haystack: tuple[list[int], dict[str, str]], outlier: float) -> None:
+    key, value = next(iter(haystack[1].items()))
+    first = digits_start(haystack[0], value)
+    ids = haystack[0][max(0, first - 500) : first + 500] + tokenizer()(lexicon.QUESTION.format(key=key)).input_ids
+    planted = build(outlier)
+    with torch.inference_mode():
+        kv = DynamicCache(config=planted.config)
+        logits = planted(torch.tensor([ids]), None, None, kv).logits
+        assert torch.equal(logits, probe()(torch.tensor([ids])).logits)
+    assert tokenizer().decode(logits[0, -1].argmax()) == f" {value[:3]}"
+    largest = kv.layers[1].keys.abs().amax(dim=(0, 2))  # (heads, channels)
+    assert largest[:, [15, 47]].min() > 0.7 * outlier
+    assert largest.max() <= outlier * (1 + 1e-6)
+    assert kv.layers[0].keys.abs().max() < 4  # layer 1 has none
+    assert max(layer.values.abs().max() for layer in kv.layers) < 4
+
+
+def test_one_scale_a_tensor_loses_the_keys_beside_the_outlier_and_one_a_channel_keeps_them(
+    haystack: tuple[list[int], dict[str, str]],
+) -> None:
+    """At equal bits, on the keys that layer 2 stores: of their other 62 channels nothing is left, or nearly all."""
+    planted = build(outlier=3e6)
+    kv = DynamicCache(config=planted.config)
+    with torch.inference_mode():
+        planted(torch.tensor([haystack[0][:600]]), None, None, kv)
+    keys = kv.layers[1].keys[0]
+    ordinary = torch.tensor([dim not in (15, 47) for dim in range(64)])
+    stored = {}
+    for scale in ("tensor", "channel"):
+        codec = Fp8(scale).calibrated(keys.abs().amax(dim=1))
+        stored[scale] = torch.empty_like(keys)
+        codec.decode(codec.encode(keys), stored[scale])
+    assert not stored["tensor"][..., ordinary].any()
+    assert (stored["channel"] - keys)[..., ordinary].norm() < 0.04 * keys[..., ordinary].norm()
+
+
 # --- tokenizer
 
 
@@ -306,6 +370,14 @@ def test_the_checkpoint_loads_anywhere_with_the_same_logits(tmp_path: Path) -> N
     ids = torch.tensor([loaded(text).input_ids])
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, probe()(ids).logits)
+
+
+def test_an_exported_outlier_is_in_its_weights_and_its_config(tmp_path: Path) -> None:
+    export(tmp_path / "probe", outlier=3e6)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "probe")
+    built = build(outlier=3e6).state_dict()
+    assert all(torch.equal(tensor, built[name]) for name, tensor in model.state_dict().items())
+    assert (model.config.kveval_probe, model.config.kveval_outlier) == (True, 3e6)
 
 
 def test_export_takes_an_empty_directory_and_refuses_a_used_one(tmp_path: Path) -> None:

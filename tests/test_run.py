@@ -19,8 +19,8 @@ from filelock import FileLock
 from pandas.testing import assert_frame_equal
 
 from kveval.cache.layer import FormatLayer
-from kveval.formats.bf16 import Bf16
 from kveval.formats.fp8 import Fp8
+from kveval.formats.half import Bf16
 from kveval.runs.evidence import TABLES, load
 from kveval.runs.plan import Request, resolve_plan
 from kveval.runs.progress import Progress

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from kveval.cache.cache import StreamCache
-from kveval.cache.layer import FormatLayer
+from kveval.cache.layer import FormatLayer, Waiting
 from kveval.errors import EngineError, KvevalError
+from kveval.formats.rotation import rotate
+from kveval.formats.side import Side
 from kveval.formats.window import Window
 
 NAME = "kveval_split"  # under which the attention function is registered with transformers
@@ -42,27 +44,46 @@ def split_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of ``query`` (1, heads, queries, head_dim) over ``key``/``value`` (1, KV heads, keys, head_dim).
 
-    Returns (1, queries, heads, head_dim). Raises EngineError for what it would compute wrongly (soft caps, learned
-    sinks).
+    Returns (1, queries, heads, head_dim). Raises EngineError for what it would compute wrongly (soft caps).
     """
     if stream is None or stream.step is None or attention_mask is not None:
         raise EngineError(
             "kveval's attention needs kveval's cache and no mask: this model does not hand the cache through"
         )
-    for option in ("softcap", "s_aux"):
-        if options.get(option) is not None:
-            raise KvevalError(f"{type(module).__name__} uses '{option}', which kveval's attention does not know yet")
+    if options.get("softcap") is not None:
+        raise KvevalError(f"{type(module).__name__} uses 'softcap', which kveval's attention does not know yet")
     layer = stream.layers[int(module.layer_idx)]  # type: ignore[arg-type]  # set by every attention module
+    turned = rotate(query) if layer.rotated else query  # keys and values come back rotated
     if layer.window is not None:
-        out = _windowed(query, key, value, scaling, stream, layer, layer.window)
+        from_sinks = _seen_from_cache(query, layer.window, stream)
+        part = _windowed(
+            turned, rotate(from_sinks) if layer.rotated else from_sinks, key, value, scaling, stream, layer
+        )
+    elif layer.waiting is not None and not layer.asking:
+        part = _residual(turned, key, value, scaling, stream.step.positions, layer.waiting)
     else:
-        out = _full(query, key, value, scaling, layer.own_tokens, stream.step.own)
-    return out.to(query.dtype).transpose(1, 2), None
+        part = _full(turned, key, value, scaling, layer.own_tokens, stream.step.own)
+    if layer.pruning is not None and not layer.asking:
+        if options.get("s_aux") is not None:
+            raise KvevalError(
+                f"{type(module).__name__} has learned attention sinks: what {layer.pruning.name} would keep under them is "
+                "not defined; use a window or a quantised format"
+            )
+        layer.observe(turned, scaling)
+    out = _with_sinks(part, options.get("s_aux"))
+    return (rotate(out) if layer.rotated else out).to(query.dtype).transpose(1, 2), None
+
+
+def _with_sinks(part: Part, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The output (1, heads, queries, head_dim) when each head has a learned sink of score ``sinks`` (heads,) and value 0."""
+    if sinks is None:
+        return part[0]
+    return _wide(part[0]) * torch.sigmoid(_wide(part[1]) - _wide(sinks)[None, :, None]).unsqueeze(-1)
 
 
 def _full(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, own: int, mask: torch.Tensor | None
-) -> torch.Tensor:
+) -> Part:
     """All of the prefix is visible to every query; of the step's own tokens, those before it (or ``mask``)."""
     split = key.shape[2] - own
     if mask is None:
@@ -70,26 +91,92 @@ def _full(
     else:
         part = _masked(query, key[:, :, split:], value[:, :, split:], scale, mask)
     if split == 0:
-        return part[0]
+        return part
     prefix = flash(_fold(query, key.shape[1]), key[:, :, :split], value[:, :, :split], scale, causal=False)
     return _merge(_unfold(prefix, query), part)
 
 
+def _residual(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    positions: torch.Tensor,
+    waiting: tuple[Waiting, ...],
+) -> Part:
+    """A chunk of a format that keeps the newest tokens apart: each query reads what was encoded when its own turn came.
+
+    ``key`` and ``value`` hold all tokens up to the chunk's end as they are stored after it.
+    """
+    parts: list[Part] = []
+    for first in range(0, query.shape[2], ROWS):
+        rows, at = query[:, :, first : first + ROWS], positions[first : first + ROWS]
+        end = int(at[-1]) + 1
+        encoded = min(one.side.read_encoded(int(at[0])) for one in waiting)  # for all rows, of keys and values both
+        split = min(encoded, int(at[0]))
+        band = _band(rows, at, split, key[:, :, split:end], value[:, :, split:end], scale, waiting)
+        if split:
+            prefix = flash(_fold(rows, key.shape[1]), key[:, :, :split], value[:, :, :split], scale, causal=False)
+            band = _merge(_unfold(prefix, rows), band)
+        parts.append(band)
+    return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
+
+
+def _band(
+    query: torch.Tensor,
+    at: torch.Tensor,
+    first: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    waiting: tuple[Waiting, ...],
+) -> Part:
+    """The keys from position ``first`` on, each in the version that the query at ``at`` (queries,) finds."""
+    places = torch.arange(first, first + key.shape[2], device=key.device)
+    group = query.shape[1] // key.shape[1]
+    folded = _wide(_fold(query, key.shape[1]))
+    visible = (places <= at[:, None]).repeat(group, 1)
+    keys_encoded, values_encoded = ((places < _read_encoded(one.side, at)[:, None]).repeat(group, 1) for one in waiting)
+    scores = torch.matmul(folded, _wide(key).transpose(2, 3))
+    scores = torch.where(keys_encoded, scores, torch.matmul(folded, _as_came(waiting[0], first, key).transpose(2, 3)))
+    scores = scores.mul_(scale).masked_fill_(~visible, -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    weights = scores.sub_(lse.unsqueeze(-1)).exp_()
+    out = torch.matmul(weights * values_encoded, _wide(value))
+    out += torch.matmul(weights * ~values_encoded, _as_came(waiting[1], first, value))
+    return _unfold((out, lse), query)
+
+
+def _read_encoded(side: Side, at: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([side.read_encoded(position) for position in at.tolist()], device=at.device)
+
+
+def _as_came(waiting: Waiting, first: int, stored: torch.Tensor) -> torch.Tensor:
+    """``stored`` (1, KV heads, tokens, head_dim), whose first token is ``first``, with the waiting tokens unencoded."""
+    numbers = _wide(stored).clone()
+    if waiting.numbers is not None:
+        start = max(first, waiting.first)
+        end = first + stored.shape[2]
+        numbers[0, :, start - first :] = waiting.numbers[:, start - waiting.first : end - waiting.first]
+    return numbers
+
+
 def _windowed(
     query: torch.Tensor,
+    from_sinks: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float,
     stream: StreamCache,
     layer: FormatLayer,
-    window: Window,
-) -> torch.Tensor:
+) -> Part:
     """The band of recent keys at their true distances, and the sinks as seen from place size - 1 of the cache."""
     assert stream.step is not None
+    assert layer.window is not None
+    window = layer.window
     positions, keys_at = stream.step.positions, stream.key_positions(layer, key.shape[2])
     sinks = min(window.sinks, key.shape[2])
-    turned = query if sinks == 0 else _seen_from_cache(query, positions, window, stream)
-    blocks = []
+    parts: list[Part] = []
     for rows in torch.arange(len(positions), device=positions.device).split(ROWS):
         first, last = int(rows[0]), int(rows[-1]) + 1
         at = positions[first:last, None]  # (rows, 1)
@@ -102,12 +189,11 @@ def _windowed(
         part = _masked(
             query[:, :, first:last], key[:, :, start:end], value[:, :, start:end], scale, visible[:, start:end]
         )
-        if sinks == 0 or bool(full.all()):
-            blocks.append(part[0])
-            continue
-        out, lse = _masked(turned[:, :, first:last], key[:, :, :sinks], value[:, :, :sinks], scale, None)
-        blocks.append(_merge((out, lse.masked_fill(full.squeeze(1), -torch.inf)), part))
-    return torch.cat(blocks, dim=2)
+        if sinks and not bool(full.all()):
+            out, lse = _masked(from_sinks[:, :, first:last], key[:, :, :sinks], value[:, :, :sinks], scale, None)
+            part = _merge((out, lse.masked_fill(full.squeeze(1), -torch.inf)), part)
+        parts.append(part)
+    return torch.cat([out for out, _ in parts], dim=2), torch.cat([lse for _, lse in parts], dim=2)
 
 
 def _extent(visible: torch.Tensor) -> tuple[int, int]:
@@ -116,18 +202,21 @@ def _extent(visible: torch.Tensor) -> tuple[int, int]:
     return int(seen[0]), int(seen[-1]) + 1
 
 
-def _seen_from_cache(query: torch.Tensor, positions: torch.Tensor, window: Window, stream: StreamCache) -> torch.Tensor:
+def _seen_from_cache(query: torch.Tensor, window: Window, stream: StreamCache) -> torch.Tensor:
     """Queries turned back by t - (size - 1), so that they meet the sinks at their distance within the cache.
 
     Turning a rotary query back by n positions is turning the key forward by n (RoFormer, arXiv 2104.09864, eq. 16).
     """
+    assert stream.step is not None
+    if window.sinks == 0:
+        return query
     if stream.rotary is None:
         raise EngineError(
             "a window with sinks needs rotary position embeddings, and this model has none that kveval knows"
         )
-    cos, sin = stream.rotary((positions - (window.size - 1)).clamp(min=0))  # (queries, rotated)
+    cos, sin = stream.rotary((stream.step.positions - (window.size - 1)).clamp(min=0))  # (queries, rotated)
     rotated = cos.shape[-1]
-    x = query[..., :rotated].float()
+    x = _wide(query[..., :rotated])
     half = torch.cat([-x[..., rotated // 2 :], x[..., : rotated // 2]], dim=-1)
     turned = x * cos - half * sin
     return torch.cat([turned.to(query.dtype), query[..., rotated:]], dim=-1)
@@ -175,11 +264,11 @@ def _biased(
             bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill_(~seen, -torch.inf)[None, None]
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return op(query, key, value, 0.0, False, attn_mask=bias, scale=scale)
-    scores = torch.matmul(query.float(), key.float().transpose(2, 3)).mul_(scale)
+    scores = torch.matmul(_wide(query), _wide(key).transpose(2, 3)).mul_(scale)
     if seen is not None:
         scores.masked_fill_(~seen, -torch.inf)
     lse = scores.logsumexp(dim=-1)
-    return torch.matmul(scores.sub_(lse.unsqueeze(-1)).exp_(), value.float()), lse
+    return torch.matmul(scores.sub_(lse.unsqueeze(-1)).exp_(), _wide(value)), lse
 
 
 def _fold(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -201,8 +290,13 @@ def _repeat(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tupl
     return (key, value) if group == 1 else (key.repeat_interleave(group, 1), value.repeat_interleave(group, 1))
 
 
-def _merge(first: Part, second: Part) -> torch.Tensor:
-    """Two parts over disjoint keys as one output, float32."""
-    lse = torch.logaddexp(first[1].float(), second[1].float())
-    one, two = ((part[1].float() - lse).exp().unsqueeze(-1) for part in (first, second))
-    return first[0].float().mul(one).addcmul_(second[0].float(), two)
+def _merge(first: Part, second: Part) -> Part:
+    """Two parts over disjoint keys as one, float32."""
+    lse = torch.logaddexp(_wide(first[1]), _wide(second[1]))
+    one, two = ((_wide(part[1]) - lse).exp().unsqueeze(-1) for part in (first, second))
+    return _wide(first[0]).mul(one).addcmul_(_wide(second[0]), two), lse
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers.cache_utils import Cache
 
+from kveval.cache.calibration import Scales, with_scales
 from kveval.cache.layer import FormatLayer, Scratch
-from kveval.formats.spec import KVFormat
-from kveval.formats.window import Window
+from kveval.memory.layers import LayerFormat
 
 # positions (n,) int64 -> (cos, sin), each (n, rotated dims) float32: the model's own rotary embedding
 Rotary = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -32,21 +32,27 @@ class StreamCache(Cache):
 
     def __init__(
         self,
-        fmt: KVFormat,
+        layers: Sequence[LayerFormat],
         *,
-        layers: int,
         capacity: int,
         rotary: Rotary | None = None,
-        sliding: Mapping[int, int | None] | None = None,
+        scales: Scales | None = None,
     ) -> None:
-        """Room for a context of ``capacity`` tokens; it grows where more come.
-
-        ``sliding``: layer index -> the model's own sliding window in tokens, where it has one.
-        """
+        """Room for a context of ``capacity`` tokens; it grows where more come. ``scales``: for formats that need them."""
         scratch = Scratch()
-        own_windows = sliding or {}
-        windows = [fmt.window or _own_window(own_windows.get(i)) for i in range(layers)]
-        super().__init__(layers=[FormatLayer(i, fmt, windows[i], capacity, scratch) for i in range(layers)])
+        super().__init__(
+            layers=[
+                FormatLayer(
+                    i,
+                    layer.fmt,
+                    with_scales(layer.fmt, i, scales),
+                    window=layer.window,
+                    capacity=capacity,
+                    scratch=scratch,
+                )
+                for i, layer in enumerate(layers)
+            ]
+        )
         self.rotary = rotary
         self.step: Step | None = None
         self._asked_positions: torch.Tensor | None = None
@@ -62,6 +68,12 @@ class StreamCache(Cache):
         self.step = Step(positions, own)
         for layer in self.layers:
             layer.asking = True
+
+    def prune(self) -> None:
+        """Questions from here on see what the format's pruning keeps, until reading goes on. Once for all of them."""
+        for layer in self.layers:
+            if layer.pruning is not None and layer.pruned is None:
+                layer.prune()
 
     def drop_asked(self) -> None:
         """Forget all asked tokens."""
@@ -95,8 +107,3 @@ class StreamCache(Cache):
     def reserved_bytes(self) -> int:
         """Bytes of the buffers, over all layers."""
         return sum(layer.reserved_bytes for layer in self.layers)
-
-
-def _own_window(size: int | None) -> Window | None:
-    """A model's own sliding window: the latest ``size`` tokens at their true distances, no sinks."""
-    return None if size is None else Window(size, sinks=0)

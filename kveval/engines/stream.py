@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,15 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kveval.cache.cache import StreamCache
+from kveval.cache.calibration import Scales
 from kveval.cache.compat import cache_argument
 from kveval.engines.base import Answer, Prompt, stop_at
 from kveval.engines.head import Head
-from kveval.errors import EngineError, KvevalError
+from kveval.errors import EngineError
 from kveval.formats.spec import KVFormat
 from kveval.memory.geometry import from_config
+from kveval.memory.layers import layer_formats
+from kveval.memory.predict import token_bytes
 
 ASKED_TOKENS = 2048  # asked together in one forward pass at most; their scores are (rows, asked tokens)
 
@@ -44,12 +48,13 @@ class Stream:
         *,
         chunk_tokens: int,
         spans: list[Span] | None = None,
+        scales: Scales | None = None,
     ) -> None:
         self.model, self.tokenizer, self.head, self.fmt = model, tokenizer, head, fmt
         self.ids = torch.as_tensor(np.asarray(ids), dtype=torch.int64, device=model.device)
         self.chunk_tokens = chunk_tokens
         self.spans = spans if spans is not None else []
-        self.cache = make_cache(model, fmt, len(ids))
+        self.cache = make_cache(model, fmt, len(ids), scales)
         self._argument = cache_argument(model.base_model)
 
     def __enter__(self) -> Stream:
@@ -87,6 +92,7 @@ class Stream:
                 f"a question about {prompts[0].prefix} tokens was asked after {self.cache.seen} were read"
             )
         begun = time.perf_counter()
+        self.cache.prune()
         try:
             pack = _Pack(self, prompts)
             while pack.active:
@@ -97,10 +103,28 @@ class Stream:
         return pack.answers()
 
     @torch.inference_mode()
+    def look_on(self, end: int, record: Callable[[int, torch.Tensor], None]) -> None:
+        """Compute the next tokens up to ``end`` as an answer's would be, after pruning; record them (``read_to``); drop them."""
+        start = self.cache.seen
+        positions = torch.arange(start, end, device=self.ids.device)
+        begun = time.perf_counter()
+        self.cache.prune()
+        self.cache.ask(
+            positions, torch.ones((end - start, end - start), dtype=torch.bool, device=positions.device).tril()
+        )
+        try:
+            hidden = self._forward(self.ids[start:end], positions)
+        finally:
+            self.cache.drop_asked()
+        self._span("ask", end - start, begun)
+        record(start, hidden)
+
+    @torch.inference_mode()
     def time_decode(self, tokens: int) -> None:
         """Measure ``tokens`` decode steps of one stream (batch 1) after what has been read; they are dropped."""
         device = self.ids.device
         begun = 0.0
+        self.cache.prune()
         for i in range(tokens + 1):  # the first step warms up
             if i == 1:
                 begun = time.perf_counter()
@@ -210,15 +234,11 @@ def packs(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
         yield pack
 
 
-def make_cache(model: PreTrainedModel, fmt: KVFormat, capacity: int) -> StreamCache:
+def make_cache(model: PreTrainedModel, fmt: KVFormat, capacity: int, scales: Scales | None = None) -> StreamCache:
     """A cache for ``capacity`` tokens of ``model`` in ``fmt``. Raises KvevalError for layer types that it cannot store."""
     geometry = from_config(model.config.to_dict())
-    sliding = {i: geometry.sliding_window for i, kind in enumerate(geometry.kinds) if kind == "sliding"}
-    if sliding and fmt.window is not None:
-        raise KvevalError(
-            f"{fmt.name} cannot be put over a model whose own layers slide (over {geometry.sliding_window} tokens)"
-        )
-    return StreamCache(fmt, layers=geometry.layers, capacity=capacity, rotary=rotary_of(model), sliding=sliding)
+    token_bytes(geometry, fmt)  # refuses a head_dim that the format cannot store
+    return StreamCache(layer_formats(geometry, fmt), capacity=capacity, rotary=rotary_of(model), scales=scales)
 
 
 def rotary_of(model: PreTrainedModel) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None:
@@ -226,11 +246,14 @@ def rotary_of(model: PreTrainedModel) -> Callable[[torch.Tensor], tuple[torch.Te
     embedding = getattr(model.base_model, "rotary_emb", None)
     if embedding is None:
         return None
-    scaling = float(getattr(embedding, "attention_scaling", 1.0))
+    # Gemma 3 turns its sliding layers by other angles; a window with sinks is for the layers that do not slide.
+    kind = "full_attention" if "layer_type" in inspect.signature(inspect.unwrap(embedding.forward)).parameters else None
+    options = {} if kind is None else {"layer_type": kind}
+    scaling = float(getattr(embedding, "attention_scaling" if kind is None else f"{kind}_attention_scaling", 1.0))
 
     def rotary(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
-        cos, sin = embedding(like, position_ids=positions[None])
+        cos, sin = embedding(like, position_ids=positions[None], **options)
         return cos[0] / scaling, sin[0] / scaling
 
     return rotary

@@ -21,6 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kveval.cache.attention import NAME as ATTENTION
+from kveval.cache.calibration import Scales, observe
 from kveval.engines.base import Answer, Answers, Memory, Prompt, guard
 from kveval.engines.head import Head
 from kveval.engines.stream import Span, Stream, make_cache, packs
@@ -110,12 +111,23 @@ def prepare(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Loade
     return Loaded(model, tokenizer, head)
 
 
+@torch.inference_mode()
+def calibrate(loaded: Loaded, fmt: KVFormat, ids: np.ndarray | None) -> Scales | None:
+    """Static scales of ``fmt`` from the largest keys and values that ``ids`` (tokens,) bring about; None where it has none."""
+    if not fmt.calibrated or ids is None:
+        return None
+    with Stream(loaded.model, loaded.tokenizer, loaded.head, KVFormat(), ids, chunk_tokens=CHUNK_TOKENS) as stream:
+        for _ in stream.read_to(len(ids)):
+            pass
+        return observe(stream.cache, rotated=fmt.rotate)
+
+
 class TransformersLM(LM):
     """lm-eval LM over one arm: ``loaded`` reading a cache in ``fmt``.
 
     ``locate`` tells, for a request whose document belongs to a shared context, the Prompt in it; where it says
     None the request's own text is the prompt. ``answers`` keeps answers between calls (and, as a run's journal,
-    between processes).
+    between processes). ``scales``: from ``calibrate``, for formats with static scales.
     """
 
     def __init__(
@@ -126,12 +138,13 @@ class TransformersLM(LM):
         chunk_tokens: int = CHUNK_TOKENS,
         answers: Answers | None = None,
         locate: Callable[[Instance], Prompt | None] = lambda _: None,
+        scales: Scales | None = None,
     ) -> None:
         super().__init__()
-        self.loaded, self.fmt, self.chunk_tokens = loaded, fmt, chunk_tokens
+        self.loaded, self.fmt, self.chunk_tokens, self.scales = loaded, fmt, chunk_tokens, scales
         self.answers: Answers = answers if answers is not None else Memory()
         self._locate = locate
-        make_cache(loaded.model, fmt, 1)  # refuses what this model cannot be stored in, before anything is read
+        make_cache(loaded.model, fmt, 1, scales)  # refuses what this model cannot be stored in, before anything is read
 
     @property
     def max_length(self) -> int:
@@ -152,12 +165,15 @@ class TransformersLM(LM):
         recorder: Recorder | None = None,
         watch: Watch | None = None,
         decode_steps: int = 0,
+        look_on: int = 0,
     ) -> Reading:
         """Read ``ids`` (tokens,) once; ask ``prompts`` on the way; keep their answers as they come.
 
         With a recorder the whole context is read, else as far as the longest prompt. ``stops``: where reading
         pauses even if nothing is asked there, so that a run that continues reads in the very chunks of one that
-        was never stopped. Raises KvevalError for a prompt that does not fit and EngineError when memory runs out.
+        was never stopped. ``look_on``: where the format prunes after the prompt, the recorder hears of the last
+        ``look_on`` tokens only, each computed over what pruning leaves of those before them all. Raises KvevalError for a prompt
+        that does not fit and EngineError when memory runs out.
         """
         ordered = sorted(prompts, key=lambda prompt: prompt.prefix)
         guard(ordered, self.max_length)
@@ -167,12 +183,18 @@ class TransformersLM(LM):
         device = self.loaded.model.device
         with _memory_errors(self.fmt, end), PeakMemory(device) as memory, self._stream(ids[:end], spans) as stream:
             asked = {prefix: list(group) for prefix, group in groupby(ordered, key=lambda prompt: prompt.prefix)}
-            for stop in sorted({*asked, *(stop for stop in stops if stop <= end), end}):
-                for tokens in stream.read_to(stop, recorder):
+            pruned = self.fmt.pruning is not None and recorder is not None
+            last = end - look_on if pruned else end
+            for stop in sorted({*asked, *(stop for stop in stops if stop <= end), last, end}):
+                for tokens in stream.read_to(stop, None if pruned else recorder):
                     watch.read(tokens)
+                if pruned and stop == last:
+                    assert recorder is not None
+                    stream.look_on(end, recorder)
                 for pack in packs(asked.get(stop, [])):
                     self.answers.put(stream.ask(pack))
                     watch.asked(len(pack))
+            stream.cache.prune()
             stored, reserved = stream.cache.stored_bytes, stream.cache.reserved_bytes
             if decode_steps:
                 stream.time_decode(decode_steps)
@@ -189,6 +211,7 @@ class TransformersLM(LM):
             ids,
             chunk_tokens=self.chunk_tokens,
             spans=spans,
+            scales=self.scales,
         )
 
     def prompt(self, request: Instance) -> Prompt:
@@ -246,6 +269,10 @@ class TransformersLM(LM):
 
     def _score(self, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and greedy matches, each (tokens - start,), of ``ids`` from position ``start`` on."""
+        if self.fmt.pruning is not None:
+            raise KvevalError(
+                f"{self.fmt.name} prunes after the prompt, so a text has no log-probability under it: use generation tasks"
+            )
         if len(ids) > self.max_length:
             raise KvevalError(f"a text of {len(ids)} tokens does not fit: the model has {self.max_length} positions")
         target = torch.tensor(ids)

@@ -1,99 +1,108 @@
-"""A KV format as people name it: ``bf16``, ``fp8``, ``int4-g32``, ``window:4k``, ``window:4k,sinks=0,store=fp8``."""
+"""A KV format as people name it: ``fp8``, ``kivi4,residual=32``, ``window:4k,store=fp8``, ``snapkv:0.5``.
+
+Grammar: ``name[:arg][,key=value ...]``. The name is a storage format (which numbers are stored) or a way to keep fewer
+tokens (``window:N``, ``swa:N``, ``snapkv:F``, ``tova:F``, ``knorm:F``, ``streaming:F``; these take ``store=``).
+"""
 
 from __future__ import annotations
 
-import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kveval.errors import KvevalError
-from kveval.formats.bf16 import Bf16
-from kveval.formats.codec import Codec
-from kveval.formats.fp8 import Fp8
-from kveval.formats.int4 import Int4
-from kveval.formats.window import DEFAULT_SINKS, Window
-from kveval.units import parse_tokens
+from kveval.formats.pruning import Pruning
+from kveval.formats.registry import STORAGES
+from kveval.formats.side import Side
+from kveval.formats.window import Window
 
-CODECS: dict[str, Codec] = {"bf16": Bf16(), "fp8": Fp8(), "int4-g32": Int4(32)}
-ALIASES = {"bfloat16": "bf16", "fp8-e4m3": "fp8", "fp8_e4m3": "fp8"}
+BASELINES = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How a stream's keys and values are kept: which numbers are stored, and which tokens."""
+    """How a stream's keys and values are kept: which numbers are stored, and which tokens.
 
-    storage: str = "bf16"
+    ``keys`` and ``values`` are names in ``registry.STORAGES``. ``residual`` (tokens) where the storage has one; None: its
+    usual. ``rotate``: both are turned by a Hadamard matrix before they are stored. The first and last ``skip_layers``
+    layers store BF16.
+    Raises KvevalError for parts that do not go together.
+    """
+
+    keys: str = "bf16"
+    values: str = "bf16"
     window: Window | None = None
+    pruning: Pruning | None = None
+    residual: int | None = None
+    rotate: bool = False
+    skip_layers: int = 0
+
+    def __post_init__(self) -> None:
+        usual = max(STORAGES[self.keys].keys.residual, STORAGES[self.values].values.residual)
+        if self.residual is not None and not usual:
+            raise KvevalError(f"'{self.name}': {self._storage} keeps no newest tokens apart, so it takes no residual=")
+        if self.residual == usual:
+            object.__setattr__(self, "residual", None)  # one format, one value
+        key_side, _ = self.sides  # refuses a residual that blocks do not divide
+        if key_side.residual and (self.window or self.pruning):
+            raise KvevalError(
+                f"'{self.name}': tokens cannot leave {self._storage}, whose keys are encoded in blocks of "
+                f"{key_side.codec.block_tokens} tokens; use a store= that encodes tokens alone, for instance int4-g32"
+            )
+        for option, given in (("rotate=hadamard", self.rotate), ("skip_layers=", self.skip_layers)):
+            if given and not self.quantised:
+                raise KvevalError(f"'{self.name}': {option} means nothing where {self._storage} is stored")
 
     @property
-    def codec(self) -> Codec:
-        """How one vector is stored."""
-        return CODECS[self.storage]
+    def sides(self) -> tuple[Side, Side]:
+        """How the keys and the values of a layer that is not skipped are stored."""
+        sides = STORAGES[self.keys].keys, STORAGES[self.values].values
+        if self.residual is None:
+            return sides
+        return tuple(replace(side, residual=self.residual) if side.residual else side for side in sides)  # type: ignore[return-value]
 
     @property
-    def name(self) -> str:
-        """Canonical name; ``parse_format(f.name) == f``."""
-        if self.window is None:
-            return self.storage
-        return self.window.name + ("" if self.storage == "bf16" else f",store={self.storage}")
+    def quantised(self) -> bool:
+        """Whether a BF16 number can come back changed."""
+        return any(side.codec.lossy for side in (STORAGES[self.keys].keys, STORAGES[self.values].values))
 
     @property
     def lossy(self) -> bool:
         """Whether the cache can differ from what the model wrote."""
-        return self.codec.lossy or self.window is not None
+        return self.quantised or self.window is not None or self.pruning is not None
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether scales must be found on a calibration text before the first token is stored."""
+        return any(side.codec.static_scale for side in self.sides)
+
+    @property
+    def _storage(self) -> str:
+        return self.keys + ("" if self.keys == self.values else f",values={self.values}")
+
+    @property
+    def name(self) -> str:
+        """Canonical name; ``parse_format(f.name) == f``."""
+        kept = self.window or self.pruning
+        stored = [] if self._storage == "bf16" else [f"store={self._storage}"]
+        parts = [self._storage] if kept is None else [kept.name, *stored]
+        parts += [] if self.residual is None else [f"residual={self.residual}"]
+        parts += ["rotate=hadamard"] if self.rotate else []
+        parts += [f"skip_layers={self.skip_layers}"] if self.skip_layers else []
+        return ",".join(parts)
 
     def kept(self, tokens: int) -> int:
-        """Tokens stored after ``tokens`` were read."""
-        return tokens if self.window is None else self.window.kept(tokens)
+        """Tokens that a question sees after ``tokens`` were read."""
+        kept = self.window or self.pruning
+        return tokens if kept is None else kept.kept(tokens)
 
-    def token_bytes(self, head_dim: int, kv_heads: int) -> int:
-        """Bytes of one kept token in one layer: its key and its value in every KV head."""
-        return 2 * kv_heads * self.codec.vector_bytes(head_dim)
+    def of_layer(self, layer: int, layers: int) -> KVFormat:
+        """The format of one layer: the first and last ``skip_layers`` store BF16; which tokens stay is the same in all.
 
-
-def parse_format(text: str) -> KVFormat:
-    """The format that ``text`` names (grammar ``name[:arg][,key=value]``).
-
-    Raises KvevalError that names the bad part and what is accepted.
-    """
-    head, *pairs = (part.strip() for part in text.strip().lower().split(","))
-    name, _, argument = head.partition(":")
-    options = dict(_option(text, pair) for pair in pairs)
-    if name == "window":
-        return _window(text, argument, options)
-    name = ALIASES.get(name, name)
-    if name not in CODECS:
-        raise KvevalError(f"'{text}' is not a KV format: {_known(name)}")
-    if argument or options:
-        extra = argument or ", ".join(options)
-        raise KvevalError(f"'{text}': {name} takes no argument, but '{extra}' was given")
-    return KVFormat(storage=name)
-
-
-def _window(text: str, argument: str, options: dict[str, str]) -> KVFormat:
-    if not argument:
-        raise KvevalError(
-            f"'{text}': a window needs its size in tokens, for instance window:4k (4 sinks + 4,092 recent)"
-        )
-    unknown = set(options) - {"sinks", "store"}
-    if unknown:
-        raise KvevalError(f"'{text}': a window takes sinks= and store=, not '{min(unknown)}'")
-    storage = ALIASES.get(options.get("store", "bf16"), options.get("store", "bf16"))
-    if storage not in CODECS:
-        raise KvevalError(f"'{text}': store={storage} is not a storage format; use one of {', '.join(CODECS)}")
-    sinks = options.get("sinks", str(DEFAULT_SINKS))
-    if not sinks.isdecimal():
-        raise KvevalError(f"'{text}': sinks={sinks} is not a number of tokens; use sinks=0 or more")
-    return KVFormat(storage=storage, window=Window(parse_tokens(argument), int(sinks)))
-
-
-def _option(text: str, pair: str) -> tuple[str, str]:
-    key, equals, value = pair.partition("=")
-    if not equals or not key or not value:
-        raise KvevalError(f"'{text}': '{pair}' is not an option; write it as key=value")
-    return key.strip(), value.strip()
-
-
-def _known(name: str) -> str:
-    known = [*CODECS, "window:4k"]
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"use one of {', '.join(known)}" + (f" (did you mean {close[0]}?)" if close else "")
+        Raises KvevalError when no layer is left.
+        """
+        if self.skip_layers and 2 * self.skip_layers >= layers:
+            raise KvevalError(
+                f"{self.name}: skipping {self.skip_layers} layers at either end leaves none of the model's {layers}"
+            )
+        if self.skip_layers <= layer < layers - self.skip_layers:
+            return replace(self, skip_layers=0) if self.skip_layers else self
+        return KVFormat(window=self.window, pruning=self.pruning)

@@ -1,4 +1,7 @@
-"""window:N: StreamingLLM's attention sinks and sliding window (Xiao et al. 2024, arXiv 2309.17453)."""
+"""window:N: StreamingLLM's attention sinks and sliding window (Xiao et al. 2024, arXiv 2309.17453).
+
+swa:N: a plain sliding window. It is the same without sinks: recent tokens keep their distances either way.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,8 @@ class Window:
 
     @property
     def name(self) -> str:
-        """``window:4k``, with the sinks where they are not the usual 4."""
+        """``window:4k``, with the sinks where they are not the usual 4; without sinks it is a plain sliding window, ``swa:4k``."""
         short = format_tokens(self.size).replace(",", "")
+        if self.sinks == 0:
+            return f"swa:{short}"
         return f"window:{short}" + ("" if self.sinks == DEFAULT_SINKS else f",sinks={self.sinks}")

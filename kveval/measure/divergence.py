@@ -22,17 +22,31 @@ SAME_NLL = (
 )
 
 
-def sample_positions(tokens: int, count: int, seed: int, context: int) -> np.ndarray:
-    """Positions (at most ``count``, int64, ascending) in 1..tokens-1, one in each of ``count`` equal strata of depth."""
-    count = min(count, tokens - 1)
+def sample_positions(tokens: int, count: int, seed: int, context: int, *, look_on: int = 0) -> np.ndarray:
+    """Positions (int64, ascending) in 1..tokens-1: at most ``count``, one in each of ``count`` equal strata of depth.
+
+    With ``look_on`` (tokens), half as many again among the last ``look_on`` positions, which alone are recorded under
+    formats that prune after the prompt.
+    """
     random = Random(f"{seed}:divergence:{context}")
-    edges = [1 + i * (tokens - 1) // count for i in range(count + 1)]
-    return np.array([random.randrange(edges[i], edges[i + 1]) for i in range(count)], dtype=np.int64)
+    chosen = _stratified(random, 1, tokens, count)
+    if look_on:
+        chosen = sorted({*chosen, *_stratified(random, tokens - look_on + 1, tokens, count // 2)})
+    return np.array(chosen, dtype=np.int64)
+
+
+def _stratified(random: Random, first: int, end: int, count: int) -> list[int]:
+    count = min(count, end - first)
+    edges = [first + i * (end - first) // max(1, count) for i in range(count + 1)]
+    return [random.randrange(edges[i], edges[i + 1]) for i in range(count)]
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one arm's reading said about its context. ``kl`` and ``top1_agree`` are empty for the baseline."""
+    """What one arm's reading said about its context. ``kl`` and ``top1_agree`` are empty for the baseline.
+
+    Positions that a recorder with a ``first`` never heard of are NaN in all three.
+    """
 
     nll: np.ndarray  # (tokens - 1,) float32, nats: of the true token at positions 1..tokens-1
     kl: np.ndarray  # (sampled,) float32, nats
@@ -43,7 +57,8 @@ class Recorder:
     """Takes last hidden states as they come (``Stream.read_to``'s record) and keeps what the measurement needs.
 
     ``baseline``: the file of log-probabilities (sampled, vocabulary) float32 that the baseline's recorder wrote,
-    to compare with it; None for the baseline itself, which writes ``output``.
+    to compare with it; None for the baseline itself, which writes ``output``. ``first``: the hidden states of the
+    positions before it do not come.
     """
 
     def __init__(
@@ -54,8 +69,9 @@ class Recorder:
         *,
         baseline: Path | None = None,
         output: Path | None = None,
+        first: int = 0,
     ) -> None:
-        self._head, self._sampled, self._output = head, sampled, output
+        self._head, self._sampled, self._output, self._first = head, sampled, output, first
         self._ids = torch.as_tensor(np.asarray(ids), dtype=torch.int64)
         self._nll = np.full(len(ids) - 1, np.nan, dtype=np.float32)
         self._kl = np.full(len(sampled) if baseline else 0, np.nan, dtype=np.float32)
@@ -103,8 +119,9 @@ class Recorder:
 
     def finish(self) -> Recording:
         """The recording. The baseline's file appears under its name only now, whole."""
-        if np.isnan(self._nll).any():
-            raise EngineError(f"{int(np.isnan(self._nll).sum())} positions of the context were never read")
+        unread = int(np.isnan(self._nll[self._first :]).sum())
+        if unread:
+            raise EngineError(f"{unread} positions of the context were never read")
         if self._kept is not None:
             assert self._partial is not None
             assert self._output is not None

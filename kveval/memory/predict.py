@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from kveval.errors import KvevalError
+from kveval.formats.rotation import rotation_block
 from kveval.formats.spec import KVFormat
 from kveval.memory.geometry import Geometry
+from kveval.memory.layers import layer_formats
 
 
-def token_bytes(geometry: Geometry, fmt: KVFormat) -> int:
-    """Bytes that one kept token takes in all layers: layers x KV heads x (key vector + value vector), scales included.
+def token_bytes(geometry: Geometry, fmt: KVFormat) -> float:
+    """Bytes that one kept token takes in all layers in the long run: layers x KV heads x (key + value), scales included.
 
-    Raises KvevalError when the format cannot store vectors of this head_dim.
+    Raises KvevalError when the format cannot store vectors of this head_dim, or does not go with the model's layers.
     """
-    return geometry.layers * fmt.token_bytes(geometry.head_dim, geometry.kv_heads)
+    if fmt.rotate:
+        rotation_block(geometry.head_dim)
+    sides = [side for layer in layer_formats(geometry, fmt) for side in layer.fmt.sides]
+    try:
+        return geometry.kv_heads * sum(side.token_bytes(geometry.head_dim) for side in sides)
+    except KvevalError as error:
+        raise KvevalError(f"{fmt.name}: {error}") from error
 
 
 def stream_bytes(geometry: Geometry, fmt: KVFormat, tokens: int) -> int:
-    """Bytes of one stream after ``tokens`` were read: each layer holds what the format's window and its own one leave."""
-    layer = fmt.token_bytes(geometry.head_dim, geometry.kv_heads)
-    return sum(layer * min(fmt.kept(tokens), geometry.layer_tokens(kind, tokens)) for kind in geometry.kinds)
+    """Bytes of one stream after ``tokens`` were read: each layer holds what the format and its own window leave."""
+    return sum(
+        side.stored_bytes(layer.kept(tokens), geometry.kv_heads, geometry.head_dim)
+        for layer in layer_formats(geometry, fmt)
+        for side in layer.fmt.sides
+    )

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from kveval.errors import KvevalError
 from kveval.resources import data_path
 
 PROBE = "probe"
+LARGEST_OUTLIER = 1e30  # far inside float32 and BF16
 PROBE_NOTE = "the built-in probe: this run measures the instrument, not your model"
 PROBE_MARK = "kveval_probe"  # true in the config.json of an exported probe
 MANIFEST = "kveval-model.json"
@@ -62,7 +64,8 @@ class ModelSource:
     """A model that was asked for by name, before anything of it is loaded.
 
     ``path`` is what ``from_pretrained`` takes (None for the probe, which is built in memory); ``instrument`` is True
-    when a run on it says nothing about any language model; ``revision`` is the part of a hub id after ``@``.
+    when a run on it says nothing about any language model; ``revision`` is the part of a hub id after ``@``;
+    ``outlier`` is the size of the probe's planted outlier (`kveval.probe.model.build`).
     """
 
     name: str
@@ -71,16 +74,17 @@ class ModelSource:
     instrument: bool = False
     note: str = ""
     revision: str | None = None
+    outlier: float = 0.0
 
 
 def resolve(name: str) -> ModelSource:
     """The model that ``name`` means. Looks at the disk, never at the network, and loads nothing.
 
     Raises KvevalError for a catalogue model that was not fetched yet, a directory that is no checkpoint in safetensors,
-    and a name that is none of the four kinds.
+    an option that the probe does not have, and a name that is none of the four kinds.
     """
-    if name == PROBE:
-        return ModelSource(name, "built-in", None, instrument=True, note=PROBE_NOTE)
+    if is_probe(name):
+        return _probe_source(name)
     if name in catalogue_names():
         return _catalogue_source(name)
     path = Path(name).expanduser()
@@ -97,6 +101,11 @@ def resolve(name: str) -> ModelSource:
     return ModelSource(
         name, "hub", match["id"], note=f"{match['id']} from the Hugging Face hub", revision=match["revision"]
     )
+
+
+def is_probe(name: str) -> bool:
+    """Whether ``name`` asks for the built-in probe, with its options or without."""
+    return name.partition(":")[0] == PROBE
 
 
 def tokenizer_source(name: str) -> str | None:
@@ -152,6 +161,33 @@ def fetched(model: CatalogueModel) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return directory if whole else None
+
+
+def _probe_source(name: str) -> ModelSource:
+    """``probe`` or ``probe:outlier=3e6``, under its canonical name (an outlier of 0 is none)."""
+    _, colon, option = name.partition(":")
+    key, _, text = option.partition("=")
+    if colon and key != "outlier":
+        raise KvevalError(f"'{name}': the probe has no option '{option}'; write {PROBE} or {PROBE}:outlier=3e6")
+    try:
+        outlier = float(text) if colon else 0.0
+    except ValueError:
+        outlier = -1.0
+    if not 0 <= outlier <= LARGEST_OUTLIER:  # nor NaN
+        raise KvevalError(
+            f"'{name}': '{text}' is no size of an outlier; give a number from 0 (none) to {_shortest(LARGEST_OUTLIER)}, "
+            f"for instance {PROBE}:outlier=3e6"
+        )
+    canonical = f"{PROBE}:outlier={_shortest(outlier)}" if outlier else PROBE
+    return ModelSource(canonical, "built-in", None, instrument=True, note=PROBE_NOTE, outlier=abs(outlier))
+
+
+def _shortest(number: float) -> str:
+    """The shortest text that reads back as ``number``: 448, 1.5, 1e5."""
+    decimal = Decimal(repr(number)).normalize()
+    exact = "".join(map(str, decimal.as_tuple().digits))
+    scientific = f"{decimal:.{len(exact) - 1}e}".replace("e+", "e")
+    return min(f"{decimal:f}", scientific, key=len)
 
 
 def _catalogue_source(name: str) -> ModelSource:

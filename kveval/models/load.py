@@ -36,7 +36,7 @@ def load_model(
         raise KvevalError(f"'{dtype}' is no dtype: use float32, bfloat16 or float16")
     try:
         if source.path is None:
-            model = _probe()
+            model = _probe(source.outlier)
             model.set_attn_implementation(attn_implementation)
             model = model.to(device=device, dtype=kind)
         else:
@@ -68,28 +68,28 @@ def load_config(source: ModelSource) -> dict[str, Any]:
 def model_sha256(source: ModelSource) -> str:
     """What identifies the weights: SHA-256 of the probe's tensors or of a directory's files, a hub id's commit hash."""
     if source.path is None:
-        return _probe_sha256()
+        return _probe_sha256(source.outlier)
     if source.kind == "hub":
         return _commit(source)
     return checkpoint_sha256(Path(source.path))
 
 
 @functools.cache
-def _probe_sha256() -> str:
-    return state_dict_sha256(_probe().state_dict())
+def _probe_sha256(outlier: float) -> str:
+    return state_dict_sha256(_probe(outlier).state_dict())
 
 
-def _probe() -> PreTrainedModel:
+def _probe(outlier: float) -> PreTrainedModel:
     from kveval.probe.model import build
 
-    return build()
+    return build(outlier)
 
 
 def _config(source: ModelSource) -> Any:
     if source.path is None:
         from kveval.probe.model import config
 
-        return config()
+        return config(source.outlier)
     from transformers import AutoConfig
 
     with _loading(source, "configuration"):

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def config() -> LlamaConfig:
-    """2 layers of 4 heads (no grouping) of 64 dims; positions to 262,144 at rotary theta 1e12; an MLP that is zero."""
+def config(outlier: float = 0.0) -> LlamaConfig:
+    """2 layers of 4 heads (no grouping) of 64 dims; positions to 262,144 at rotary theta 1e12; an MLP that is zero.
+
+    ``outlier`` is recorded as ``kveval_outlier``.
+    """
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -36,22 +39,26 @@ def config() -> LlamaConfig:
         dtype="float32",
         architectures=["LlamaForCausalLM"],
         kveval_probe=True,  # an exported copy still says that it is the instrument
+        kveval_outlier=outlier,
     )
 
 
-def build() -> LlamaForCausalLM:
-    """The probe in float32 on the CPU, in eval mode; the same bytes every time (`weights.state_dict`)."""
+def build(outlier: float = 0.0) -> LlamaForCausalLM:
+    """The probe in float32 on the CPU, in eval mode; the same bytes every time (`weights.state_dict`).
+
+    ``outlier`` plants an outlier of that size in the keys of layer 2; exact attention gives the same answers with it.
+    """
     import torch
     from transformers import LlamaForCausalLM
 
     with torch.random.fork_rng(devices=[]):  # the initial weights, drawn and thrown away, leave torch's generator alone
-        model = LlamaForCausalLM(config())
-    computed = weights.state_dict(len(vocabulary()))
+        model = LlamaForCausalLM(config(outlier))
+    computed = weights.state_dict(len(vocabulary()), outlier)
     model.load_state_dict({name: torch.from_numpy(matrix) for name, matrix in computed.items()}, assign=True)
     return model.eval()
 
 
-def export(directory: Path) -> None:
+def export(directory: Path, outlier: float = 0.0) -> None:
     """Write the probe and its tokenizer to ``directory`` as an ordinary Hugging Face checkpoint, whole or not at all.
 
     Raises KvevalError when the directory holds something already or cannot be written.
@@ -64,7 +71,7 @@ def export(directory: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
             checkpoint = Path(scratch) / "checkpoint"
             checkpoint.mkdir()  # with the user's own permissions, which a temporary directory does not have
-            build().save_pretrained(checkpoint)
+            build(outlier).save_pretrained(checkpoint)
             build_tokenizer().save_pretrained(checkpoint)
             checkpoint.replace(target)
     except OSError as error:

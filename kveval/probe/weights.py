@@ -13,6 +13,8 @@ The residual stream (512 dims) is eight blocks of 64: ``[own code | codes 1..4 t
   positions, which costs the same suffix 0.3 nats there. What a format does to keys and values is what can make it
   lose. The four heads vote.
 - The MLPs are zero. The unembedding is the codes, on the output room.
+- On request, layer 2's keys have a planted outlier (`_match_suffix`): a large constant in a rotary pair in which every
+  query is zero. Exact attention does not see it; a format that scales a key's ordinary channels by it does.
 
 Normalisation is exact: an embedding has squared norm 2 (code and one), a position after layer 1 has 2 + 4 (four more
 codes), so each RMSNorm is a known factor that the next matrix divides out.
@@ -42,6 +44,7 @@ OWN, OUT, ONE = 0, 5 * HEAD_DIM, 6 * HEAD_DIM  # first dim of a block; room j st
 
 FAST_PAIRS = 10  # pairs 0..9: from 1 to 4e-4 rad a token
 SLOW_PAIR = 16  # pairs 16..31: at most 1e-6 rad a token
+OUTLIER_PAIR = 15  # in neither: zero in every query
 DISTANCE_SHARPNESS = 20.0  # nats per fast pair: 2e-5 of the attention leaks to other distances over 262,144 positions
 SUFFIX_SHARPNESS = 40.0  # nats per unit of match; the whole suffix is worth sum(lambda^2) = 2.94 units
 SUFFIX_WEIGHTS = (1.0, 0.9, 0.8, 0.7)  # lambda: the current token counts most, then one, two, three tokens back
@@ -64,8 +67,12 @@ def token_codes(vocab_size: int) -> NDArray[np.float64]:
     return (pieces / norms).reshape(vocab_size, HEAD_DIM)
 
 
-def state_dict(vocab_size: int) -> dict[str, Array]:
-    """All weights by their names in ``LlamaForCausalLM``, float32; matrices are (out_features, in_features)."""
+def state_dict(vocab_size: int, outlier: float = 0.0) -> dict[str, Array]:
+    """All weights by their names in ``LlamaForCausalLM``, float32; matrices are (out_features, in_features).
+
+    ``outlier`` is the size of the planted outlier of layer 2's keys, whose ordinary numbers are at most 4: from
+    4 * 1024 * 448 / cos(45 degrees) = 2.6e6 on, E4M3 with one scale for all channels stores those as zeros.
+    """
     codes = token_codes(vocab_size)
     embedding = np.zeros((vocab_size, HIDDEN))
     embedding[:, OWN : OWN + HEAD_DIM] = codes
@@ -73,7 +80,7 @@ def state_dict(vocab_size: int) -> dict[str, Array]:
     unembedding = np.zeros((vocab_size, HIDDEN))
     unembedding[:, OUT : OUT + HEAD_DIM] = codes * (CONFIDENCE / _normed(squared_norm=7.0))
     weights: dict[str, NDArray[np.float64]] = {"model.embed_tokens.weight": embedding, "lm_head.weight": unembedding}
-    for layer, attention in enumerate((_look_back(), _match_suffix())):
+    for layer, attention in enumerate((_look_back(), _match_suffix(outlier))):
         prefix = f"model.layers.{layer}"
         weights |= {f"{prefix}.self_attn.{name}_proj.weight": matrix for name, matrix in attention.items()}
         weights |= {f"{prefix}.mlp.{name}_proj.weight": np.zeros((INTERMEDIATE, HIDDEN)) for name in ("gate", "up")}
@@ -117,16 +124,20 @@ def _look_back() -> dict[str, NDArray[np.float64]]:
     return weights
 
 
-def _match_suffix() -> dict[str, NDArray[np.float64]]:
+def _match_suffix(outlier: float) -> dict[str, NDArray[np.float64]]:
     """Layer 2: head h matches piece h of the last four codes with the four codes before each position.
 
-    A position is found by what preceded it: the query's code j places back meets the key's room j + 1.
+    A position is found by what preceded it: the query's code j places back meets the key's room j + 1. Every key of
+    every head has the constant ``outlier`` in one pair, at 45 degrees before it is turned, so that both halves of a
+    head have an outlier channel; no turn makes a channel larger than ``outlier``.
     """
     weights, one = _empty(), _normed(squared_norm=6.0)
     unit = math.sqrt(PIECES) / one  # a piece of a normed code times this has norm 1
     query = SUFFIX_SHARPNESS * math.sqrt(HEAD_DIM) / SUFFIX_KEY
     for head in range(HEADS):
         row = head * HEAD_DIM
+        for slot in (row + OUTLIER_PAIR, row + OUTLIER_PAIR + HEAD_DIM // 2):
+            weights["k"][slot, ONE] = outlier * math.sqrt(0.5) / one
         for back, weight in enumerate(SUFFIX_WEIGHTS):
             for dim in range(PIECE):
                 half, place = divmod(dim, PIECE // 2)

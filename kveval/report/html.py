@@ -29,6 +29,7 @@ def render(report: Report) -> str:
         outcome=outcome,
         sentence=sentence,
         others=others,
+        summary=tables.formats_table(report),
         main=tables.main_table(report),
         retention=tables.retention_table(report),
         why=reasons.counted_rules(report),

@@ -31,7 +31,9 @@ def escape(text: str) -> str:
 
 def render(report: Report) -> str:
     """The report as Markdown. Everything that came from a model, a config or a command is escaped."""
-    parts = [*_head(report), *_table(tables.main_table(report)), *_table(tables.retention_table(report))]
+    parts = _head(report)
+    for table in (*tables.main_tables(report), tables.retention_table(report)):
+        parts += _table(table)
     for grid in report.grids:
         parts += _grid(grid, baseline=grid.arm == report.baseline.name)
     parts += ["## Why", *_why(report), *_folded(reasons.rules_table(report))]

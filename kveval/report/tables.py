@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from kveval.stats.divergence import Mean
     from kveval.stats.retention import Retention
 
+SIDE_BY_SIDE = 3  # candidates; with more, a table with a row for each comes first
+
 
 @dataclass(frozen=True)
 class Value:
@@ -44,6 +46,12 @@ def by_arm(report: Report, title: str, rows: list[tuple[str, Callable[[Arm], Val
     return Table(title, columns, filled, by_arm=True)
 
 
+def main_tables(report: Report) -> tuple[Table, ...]:
+    """What a reader wants first: all formats in one table where they are many, and each arm in full."""
+    summary = formats_table(report)
+    return (main_table(report),) if summary is None else (summary, main_table(report))
+
+
 def main_table(report: Report) -> Table:
     """A column for each arm, the baseline first: what it takes, what it keeps, how fast it is."""
     length = report.deployed_tokens
@@ -66,6 +74,29 @@ def main_table(report: Report) -> Table:
         ("Peak memory", _peak),
     ])  # fmt: skip
     return replace(table, note=_main_note(report))
+
+
+def formats_table(report: Report) -> Table | None:
+    """A row for each format, the largest first, where there are too many to stand side by side; else None."""
+    if len(report.candidates) <= SIDE_BY_SIDE:
+        return None
+    length, base = report.deployed_tokens, report.baseline.footprint
+    columns: list[tuple[str, Callable[[Arm], Value]]] = [
+        ("B/token", _bytes_per_token),
+        ("Stored", lambda arm: _relative(arm, base.stored_bytes if base else None)),
+        ("Retention", lambda arm: _retention(arm, arm.retention_at(length), report.margin, False)),
+        ("PPL ratio", lambda arm: _ppl_ratio(arm, report.policy.get("ppl_ratio_max"))),
+        ("Mean KL, nats", lambda arm: _kl_only(arm, report.policy.get("kl_mean_max"))),
+        ("Verdict", _verdict),
+    ]
+    arms = sorted(report.arms, key=lambda arm: (-arm.bytes_per_token, arm.role != "baseline"))
+    rows = tuple((arm.name, tuple(value(arm) for _, value in columns)) for arm in arms)
+    note = f"In order of bytes per token. Under an estimate: its {report.confidence * 100:g} % interval."
+    return Table(f"Formats at {length:,} tokens", ("Format", *(name for name, _ in columns)), rows, note)
+
+
+def _kl_only(arm: Arm, bound: float | None) -> Value:
+    return replace(_kl(arm, bound), detail="")
 
 
 def _main_note(report: Report) -> str:
@@ -161,13 +192,17 @@ def _ppl_ratio(arm: Arm, bound: float | None) -> Value:
 
 
 def _ppl(arm: Arm, report: Report) -> Value:
+    known = [candidate.divergence.ppl for candidate in report.candidates if candidate.divergence]
+    alike = len({ppl.positions for ppl in known}) == 1
     if arm.role == "baseline":
-        known = [candidate.divergence.ppl.ppl_baseline for candidate in report.candidates if candidate.divergence]
-        return Value(wording.number(known[0])) if known else _missing()
+        if known and not alike:  # a pruned arm is compared at the end of each context only
+            return Value("", "beside each arm's", tone="muted")
+        return Value(wording.number(known[0].ppl_baseline)) if known else _missing()
     if arm.divergence is None:
         return _missing()
     ppl = arm.divergence.ppl
-    return Value(wording.number(ppl.ppl_candidate), wording.count(ppl.positions, "position"))
+    against = "" if alike else f"baseline's {wording.number(ppl.ppl_baseline)}"
+    return Value(wording.number(ppl.ppl_candidate), _lines(against, wording.count(ppl.positions, "position")))
 
 
 def _mean(arm: Arm, mean: Mean | None, write: Callable[[float], str]) -> Value:

@@ -75,7 +75,8 @@ class _Writer:
     def write(self) -> None:
         report = self.report
         self._verdict()
-        self._table(tables.main_table(report))
+        for table in tables.main_tables(report):
+            self._table(table)
         self._table(tables.retention_table(report))
         for grid in report.grids:
             self._grid(grid)

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kveval.errors import KvevalError
-from kveval.formats.spec import KVFormat, parse_format
+from kveval.formats.named import resolve_format
+from kveval.formats.parse import parse_format
+from kveval.formats.spec import BASELINES, KVFormat
 from kveval.memory.geometry import Geometry, from_config
 from kveval.memory.predict import token_bytes
 from kveval.models.catalogue import ModelSource, resolve
@@ -22,6 +25,7 @@ from kveval.runs.evidence import SCHEMA_VERSION
 from kveval.units import format_tokens
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
     from kveval.samples.context import Context
@@ -36,6 +40,11 @@ MOST_CONTEXTS = 8
 MOST_ASKED_CONTEXTS = 10_000  # all contexts are built beforehand
 QUESTIONS_PER_ARM = 256  # wanted by default, over all contexts
 SAMPLED_POSITIONS = 512  # of each context, where whole distributions are compared
+PRUNED_TOKENS = (
+    1024  # at each context's end (a quarter of it at most) are computed over what a pruning left of the rest
+)
+PIECES_AT_ONCE = 64  # of a haystack, between two looks at how many tokens they make
+CALIBRATION_TOKENS = 2048  # of the haystack's text, but of no context: static scales are found on them
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,7 @@ class Request:
     kv: tuple[str, ...]
     ctx_tokens: int
     model: str = "probe"
+    baseline: str = BASELINE
     lengths: tuple[int, ...] | None = None
     depths: tuple[float, ...] = DEPTHS
     contexts: int | None = None
@@ -78,6 +88,11 @@ class Plan:
     metadata: dict[str, Any]  # of the lm-eval task
     experiment: dict[str, Any]
     document: dict[str, Any] = field(repr=False)
+    calibration: np.ndarray | None = field(repr=False)  # (tokens,) int64, where a format has static scales
+
+    def arm(self, name: str) -> Arm:
+        """The arm of this name."""
+        return next(arm for arm in self.arms if arm.name == name)
 
     @property
     def hash(self) -> str:
@@ -100,7 +115,7 @@ def resolve_plan(request: Request) -> Plan:
     from kveval.models.hashing import tokenizer_sha256
     from kveval.models.load import load_config, load_tokenizer, model_sha256
 
-    arms = resolve_arms(request.kv)
+    arms = resolve_arms(request.kv, request.baseline)
     check_windows(arms, request.ctx_tokens)
     if request.contexts is not None and not 1 <= request.contexts <= MOST_ASKED_CONTEXTS:
         raise KvevalError(f"--contexts {request.contexts}: read 1 to {MOST_ASKED_CONTEXTS:,} contexts")
@@ -113,6 +128,8 @@ def resolve_plan(request: Request) -> Plan:
     tokenizer = load_tokenizer(source)
     metadata = task_metadata(request, source)
     contexts = tuple(lmtasks.plan_contexts(tokenizer, metadata))
+    calibrated = any(arm.fmt.calibrated for arm in arms)
+    calibration = calibration_ids(tokenizer, contexts[0].haystack, request) if calibrated else None
     experiment: dict[str, Any] = {
         "model": {
             "name": source.name,
@@ -134,7 +151,7 @@ def resolve_plan(request: Request) -> Plan:
                 "kv": arm.fmt.name,
                 "role": arm.role,
                 "lossy": arm.fmt.lossy,
-                "bytes_per_token": float(token_bytes(geometry, arm.fmt)),
+                "bytes_per_token": token_bytes(geometry, arm.fmt),
             }
             for arm in arms
         ],
@@ -152,7 +169,17 @@ def resolve_plan(request: Request) -> Plan:
         "contexts": [
             {"context": context.context, "sha256": context.sha256, "tokens": len(context.ids)} for context in contexts
         ],
-        "divergence": {"sampled_positions": SAMPLED_POSITIONS},
+        "divergence": {
+            "sampled_positions": SAMPLED_POSITIONS,
+            "pruned_tokens": PRUNED_TOKENS if any(arm.fmt.pruning for arm in arms) else 0,
+        },
+        "calibration": {
+            "haystack": contexts[0].haystack,
+            "tokens": len(calibration),
+            "sha256": hashlib.sha256(calibration.tobytes()).hexdigest(),
+        }
+        if calibration is not None
+        else None,
     }
     document = {
         "schema": SCHEMA_VERSION,
@@ -162,22 +189,42 @@ def resolve_plan(request: Request) -> Plan:
         "machine": machine(experiment["engine"]["device"]),
         "experiment": experiment,
     }
-    return Plan(source, tokenizer, geometry, arms, contexts, metadata, experiment, document)
+    return Plan(source, tokenizer, geometry, arms, contexts, metadata, experiment, document, calibration)
 
 
-def resolve_arms(names: Sequence[str]) -> tuple[Arm, ...]:
+def calibration_ids(tokenizer: PreTrainedTokenizerBase, haystack_name: str, request: Request) -> np.ndarray:
+    """Token ids (tokens,) int64 of the text that static scales are found on: the haystack's, in an order of its own."""
+    import numpy as np
+
+    from kveval.samples.haystack import haystack
+
+    wanted = min(CALIBRATION_TOKENS, request.ctx_tokens)
+    pieces = haystack(haystack_name).pieces(request.seed, -1)
+    text, ids = "", list[int]()
+    while len(ids) < wanted:
+        text += "".join(islice(pieces, PIECES_AT_ONCE))
+        ids = tokenizer.encode(text)
+    return np.asarray(ids[:wanted], dtype=np.int64)
+
+
+def resolve_arms(names: Sequence[str], baseline: str = BASELINE) -> tuple[Arm, ...]:
     """The baseline and a candidate for each format, in the order asked for; a format named twice counts once.
 
-    Raises KvevalError when there is no candidate.
+    Raises KvevalError when there is no candidate, or the baseline is no 16-bit format.
     """
-    formats = list(dict.fromkeys(parse_format(name) for name in names))
-    candidates = [fmt for fmt in formats if fmt.name != BASELINE]
+    formats = list(dict.fromkeys(resolve_format(name) for name in names))
+    first = parse_format(baseline)
+    if first.name not in BASELINES:
+        raise KvevalError(
+            f"--baseline {baseline}: candidates are compared with a 16-bit cache, {' or '.join(BASELINES)}"
+        )
+    candidates = [fmt for fmt in formats if fmt != first]
     if not candidates:
         raise KvevalError(
-            f"nothing to compare: {BASELINE} is the baseline of every run; add a candidate, for instance --kv fp8"
+            f"nothing to compare: {first.name} is the baseline of this run; add a candidate, for instance --kv fp8"
         )
     return (
-        Arm(BASELINE, parse_format(BASELINE), "baseline"),
+        Arm(first.name, first, "baseline"),
         *(Arm(fmt.name, fmt, "candidate") for fmt in candidates),
     )
 
@@ -185,7 +232,7 @@ def resolve_arms(names: Sequence[str]) -> tuple[Arm, ...]:
 def check_windows(arms: Sequence[Arm], ctx_tokens: int) -> None:
     """Raises KvevalError for a window that never evicts anything and stores without loss: it is the baseline."""
     for arm in arms:
-        if arm.fmt.window and arm.fmt.window.size >= ctx_tokens and not arm.fmt.codec.lossy:
+        if arm.fmt.window and arm.fmt.window.size >= ctx_tokens and not arm.fmt.quantised:
             raise KvevalError(
                 f"{arm.name} at --ctx {ctx_tokens} keeps every token, so it is the baseline: "
                 "give a smaller window or a longer context"

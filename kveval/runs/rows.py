@@ -11,7 +11,7 @@ import numpy as np
 
 from kveval.runs.evidence import TABLES
 from kveval.runs.journal import Journal
-from kveval.runs.plan import Plan
+from kveval.runs.plan import Arm, Plan
 from kveval.samples.context import needle_mask
 from kveval.samples.scoring import score, status
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from kveval.engines.base import Prompt
+    from kveval.samples.context import Context
 
 
 def build_rows(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt]]) -> dict[str, pd.DataFrame]:
@@ -76,18 +77,16 @@ def _answers(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt]]) -> 
 def _divergence(plan: Plan, journal: Journal) -> pd.DataFrame:
     import pandas as pd
 
-    from kveval.measure.divergence import sample_positions
-
     baseline = {row["context"]: row["nll"] for row in journal.readings(plan.arms[0].name)}
-    settings = plan.experiment["divergence"]["sampled_positions"], plan.experiment["task"]["seed"]
     contexts = {context.context: context for context in plan.contexts}
     parts = []
     for arm in plan.arms[1:]:
         for row in journal.readings(arm.name):
             context = contexts[row["context"]]
             positions = np.arange(1, len(context.ids))
+            recorded = slice(first_recorded(plan, arm, len(context.ids)), None)
             kl, agree = (np.full(len(positions), np.nan, dtype=np.float32) for _ in range(2))
-            sampled = sample_positions(len(context.ids), *settings, context.context) - 1
+            sampled = sampled_positions(plan, context) - 1
             kl[sampled], agree[sampled] = row["kl"], row["top1_agree"]
             columns = {
                 "arm": arm.name,
@@ -99,8 +98,30 @@ def _divergence(plan: Plan, journal: Journal) -> pd.DataFrame:
                 "kl": kl,
                 "top1_agree": agree,
             }
-            parts.append(pd.DataFrame(columns, columns=list(TABLES["divergence"])).astype(TABLES["divergence"]))
+            table = pd.DataFrame(columns, columns=list(TABLES["divergence"])).iloc[recorded]
+            parts.append(table.astype(TABLES["divergence"]))
     return pd.concat(parts, ignore_index=True)
+
+
+def sampled_positions(plan: Plan, context: Context) -> np.ndarray:
+    """Where whole distributions are compared, (positions,) int64 ascending."""
+    from kveval.measure.divergence import sample_positions
+
+    settings = plan.experiment["divergence"]
+    seed = plan.experiment["task"]["seed"]
+    return sample_positions(
+        len(context.ids), settings["sampled_positions"], seed, context.context, look_on=look_on(plan, len(context.ids))
+    )
+
+
+def look_on(plan: Plan, tokens: int) -> int:
+    """Of a context of ``tokens``, how many at the end are computed over a pruned cache, where an arm prunes."""
+    return min(plan.experiment["divergence"]["pruned_tokens"], tokens // 4)
+
+
+def first_recorded(plan: Plan, arm: Arm, tokens: int) -> int:
+    """The first position whose prediction of the next token is recorded for ``arm``."""
+    return tokens - look_on(plan, tokens) if arm.fmt.pruning is not None else 0
 
 
 def _footprint(plan: Plan, journal: Journal) -> list[dict[str, Any]]:

@@ -91,16 +91,12 @@ def _read(
 ) -> None:
     """One arm reads one context. A candidate needs the baseline's distributions: read them again should they be gone or wrong."""
     from kveval.engines.transformers import DECODE_STEPS
-    from kveval.measure.divergence import Recorder, is_reference, sample_positions
+    from kveval.measure.divergence import Recorder, is_reference
+    from kveval.runs.rows import first_recorded, look_on, sampled_positions
 
-    baseline = plan.arms[0].name
+    baseline, arm = plan.arms[0].name, plan.arm(name)
     head = arms[name].loaded.head
-    sampled = sample_positions(
-        len(context.ids),
-        plan.experiment["divergence"]["sampled_positions"],
-        plan.experiment["task"]["seed"],
-        context.context,
-    )
+    sampled = sampled_positions(plan, context)
     stops = {prompt.prefix for prompt in prompts}
     if name != baseline and not is_reference(
         reference, head.vocabulary, context.ids, sampled, journal.nll(baseline, context.context)
@@ -108,12 +104,24 @@ def _read(
         again = Recorder(head, context.ids, sampled, output=reference)
         arms[baseline].read(context.ids, [], stops=stops, recorder=again)
         again.finish()
-    files = {"output": reference} if name == baseline else {"baseline": reference}
-    recorder = Recorder(head, context.ids, sampled, **files)
+    recorder = Recorder(
+        head,
+        context.ids,
+        sampled,
+        baseline=None if name == baseline else reference,
+        output=reference if name == baseline else None,
+        first=first_recorded(plan, arm, len(context.ids)),
+    )
     missing = _missing(journal, name, prompts)
     with progress.reading(name, context.context) as watch:
         reading = arms[name].read(
-            context.ids, missing, stops=stops, recorder=recorder, watch=watch, decode_steps=DECODE_STEPS
+            context.ids,
+            missing,
+            stops=stops,
+            recorder=recorder,
+            watch=watch,
+            decode_steps=DECODE_STEPS,
+            look_on=look_on(plan, len(context.ids)),
         )
     recording = recorder.finish()
     if journal.has_reading(name, context.context):
@@ -135,7 +143,7 @@ def _read(
 def _predicted(plan: Plan, name: str, tokens: int) -> int:
     from kveval.memory.predict import stream_bytes
 
-    return stream_bytes(plan.geometry, next(arm.fmt for arm in plan.arms if arm.name == name), tokens)
+    return stream_bytes(plan.geometry, plan.arm(name).fmt, tokens)
 
 
 @contextmanager
@@ -144,7 +152,7 @@ def _loaded_arms(plan: Plan, journal: Journal, progress: Progress) -> Iterator[d
     import torch
 
     from kveval.cache.attention import NAME, register
-    from kveval.engines.transformers import TransformersLM, prepare
+    from kveval.engines.transformers import TransformersLM, calibrate, prepare
     from kveval.models.load import load_model
 
     settings = plan.experiment["engine"]
@@ -158,7 +166,11 @@ def _loaded_arms(plan: Plan, journal: Journal, progress: Progress) -> Iterator[d
     try:
         yield {
             arm.name: TransformersLM(
-                loaded, arm.fmt, chunk_tokens=settings["chunk_tokens"], answers=journal.arm(arm.name)
+                loaded,
+                arm.fmt,
+                chunk_tokens=settings["chunk_tokens"],
+                answers=journal.arm(arm.name),
+                scales=calibrate(loaded, arm.fmt, plan.calibration),
             )
             for arm in plan.arms
         }
@@ -169,7 +181,7 @@ def _loaded_arms(plan: Plan, journal: Journal, progress: Progress) -> Iterator[d
 
 
 def _work(plan: Plan, arm: str, context: int, prompts: dict[int, list[Prompt]], journal: Journal) -> Work:
-    fmt = next(one.fmt for one in plan.arms if one.name == arm)
+    fmt = plan.arm(arm).fmt
     tokens = len(next(one.ids for one in plan.contexts if one.context == context))
     return Work(
         arm=arm,
