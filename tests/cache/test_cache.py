@@ -400,3 +400,20 @@ def test_a_question_about_another_length_is_refused(model: PreTrainedModel) -> N
 def test_attention_refuses_a_model_that_does_not_hand_the_cache_through(model: PreTrainedModel) -> None:
     with pytest.raises(EngineError, match="does not hand the cache through"):
         model(torch.tensor(IDS)[None])
+
+
+@pytest.mark.parametrize("name", ["snapkv:0.5", "tova:0.25", "knorm:0.5,store=int4-g32", "streaming:0.3"])
+def test_chunks_do_not_change_what_pruning_keeps(name: str) -> None:
+    """The latest queries are gathered over chunks shorter than the window that asks."""
+    model = tiny_llama(**DOUBLE)
+    kept = []
+    for chunk in (1, 7, 256):
+        with stream(model, name, chunk=chunk) as reading:
+            list(reading.read_to(200))
+            reading.cache.prune()
+            stores = [store for layer in reading.cache.layers for store in layer.pruned or ()]
+            kept.append([part.clone().view(torch.uint8) for store in stores for part in store.parts()])
+    for other in kept[1:]:
+        for one, two in zip(kept[0], other, strict=True):
+            assert one.shape == two.shape
+            assert (one == two).float().mean() > 0.99  # but for a number on the other side of a rounding
