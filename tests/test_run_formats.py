@@ -28,7 +28,7 @@ def evidence_of(directory: Path, *kv: str, model: str = "probe", ctx_tokens: int
 
 def scores(evidence: Evidence) -> dict[str, float]:
     """Share of the questions that each arm answers right."""
-    return evidence.answers.groupby("arm")["score"].mean().to_dict()
+    return {str(arm): float(score) for arm, score in evidence.answers.groupby("arm")["score"].mean().items()}
 
 
 def test_an_outlier_channel_ruins_per_tensor_scales_and_not_per_channel_ones(tmp_path: Path) -> None:
