@@ -7,27 +7,23 @@ observers): what is beyond them later saturates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from kveval.cache.layer import FormatLayer
 from kveval.errors import KvevalError
 from kveval.formats.rotation import rotate
 from kveval.formats.side import Side
 from kveval.formats.spec import KVFormat
 
-if TYPE_CHECKING:
-    from kveval.cache.cache import StreamCache
-
-
 # Largest magnitudes (heads, head_dim) float32 of each layer's keys and values
 Scales = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
-def observe(cache: StreamCache, *, rotated: bool) -> Scales:
-    """What ``cache``, in BF16, has read: its scales as they are, or after the rotation."""
+def observe(layers: Sequence[FormatLayer], *, rotated: bool) -> Scales:
+    """The scales of what ``layers``, in BF16, have read: as it is, or after the rotation."""
     found = []
-    for layer in cache.layers:
+    for layer in layers:
         keys, values = (store.parts()[0].float() for store in layer.read)
         found.append((_amax(keys, rotated=rotated), _amax(values, rotated=rotated)))
     return found

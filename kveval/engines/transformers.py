@@ -119,7 +119,7 @@ def calibrate(loaded: Loaded, fmt: KVFormat, ids: np.ndarray | None) -> Scales |
     with Stream(loaded.model, loaded.tokenizer, loaded.head, KVFormat(), ids, chunk_tokens=CHUNK_TOKENS) as stream:
         for _ in stream.read_to(len(ids)):
             pass
-        return observe(stream.cache, rotated=fmt.rotate)
+        return observe(stream.cache.layers, rotated=fmt.rotate)
 
 
 class TransformersLM(LM):

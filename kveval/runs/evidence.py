@@ -147,8 +147,6 @@ def load(path: Path) -> Evidence:
 
 def _refuse_changed(path: Path, plan: dict[str, Any], manifest: dict[str, Any]) -> None:
     """The plan and the tables must be those that the run wrote: an edited row would be reported as if it was measured."""
-    from kveval.runs.plan import experiment_hash
-
     if not (manifest.get("plan") == plan.get("hash") == experiment_hash(plan.get("experiment", {}))):
         raise KvevalError(f"'{path}/plan.json' is not the plan that this run carried out: {_CHANGED}")
     hashes = manifest.get("tables") or {}
@@ -156,6 +154,12 @@ def _refuse_changed(path: Path, plan: dict[str, Any], manifest: dict[str, Any]) 
         file = path / f"{name}.parquet"
         if file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() != hashes.get(name):
             raise KvevalError(f"'{file}' is not the file that this run wrote: {_CHANGED}")
+
+
+def experiment_hash(experiment: dict[str, Any]) -> str:
+    """SHA-256 of the experiment as canonical JSON."""
+    text = json.dumps(experiment, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_json(file: Path) -> dict[str, Any]:

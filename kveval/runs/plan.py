@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import re
@@ -21,7 +20,7 @@ from kveval.formats.spec import BASELINES, KVFormat
 from kveval.memory.geometry import Geometry, from_config
 from kveval.memory.predict import token_bytes
 from kveval.models.catalogue import ModelSource, resolve
-from kveval.runs.evidence import SCHEMA_VERSION
+from kveval.runs.evidence import SCHEMA_VERSION, experiment_hash
 from kveval.units import format_tokens
 
 if TYPE_CHECKING:
@@ -315,12 +314,6 @@ def engine_settings(request: Request) -> dict[str, Any]:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def experiment_hash(experiment: dict[str, Any]) -> str:
-    """SHA-256 of the experiment as canonical JSON."""
-    text = json.dumps(experiment, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def versions() -> dict[str, str]:
