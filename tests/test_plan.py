@@ -14,8 +14,8 @@ from kveval.engines.base import Answer
 from kveval.errors import EngineError, KvevalError
 from kveval.models.catalogue import resolve
 from kveval.runs.directory import claim, difference
-from kveval.runs.journal import SERIES, SIZES, Journal
 from kveval.runs.evidence import experiment_hash
+from kveval.runs.journal import SERIES, SIZES, Journal
 from kveval.runs.plan import Request, default_lengths, resolve_arms, resolve_plan, task_metadata
 from kveval.runs.progress import Progress, Work
 
