@@ -1,4 +1,4 @@
-"""The text that needles are hidden in: generated prose, Python's own documentation, or the user's files."""
+"""The text that needles are hidden in: generated prose, a few sentences repeated, Python's documentation, the user's files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from random import Random
 
 from kveval.errors import KvevalError
 from kveval.samples.lexicon import FRAMES, SLOTS
 
+REPEATED = (" The river is cold.", " The garden is warm.", " The road is long.", " Then the day was over.")
 SUFFIXES = (".txt", ".md", ".rst")
 _PIECE_CHARS = 160
 _GOLDEN_TURN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, fall evenly and apart
@@ -39,6 +41,8 @@ class Haystack:
         Contexts differ in the order of documents (one document: in where they start, spread through it). The same
         seed, context and content give the same text, wherever the files lie.
         """
+        if self.name == "repeat":
+            return cycle(REPEATED)
         if not self._documents:
             return _noise(Random(f"{seed}:haystack:{context}:{self.name}"))
         random = Random(f"{seed}:haystack:{context}:{self.sha256}")
@@ -47,12 +51,15 @@ class Haystack:
 
 
 def haystack(name: str) -> Haystack:
-    """The haystack ``noise``, ``pydoc``, or the one in the UTF-8 text file or folder of text files at path ``name``.
+    """The haystack ``noise``, ``repeat`` (a few sentences over and over), ``pydoc``, or the one in the UTF-8 text file or
+    folder of text files at path ``name``.
 
     Raises KvevalError when there is no such file, or it is empty, of another kind or not UTF-8.
     """
     if name == "noise":
         return Haystack(name, _sha256(json.dumps([FRAMES, SLOTS]).encode()), chars=None)
+    if name == "repeat":
+        return Haystack(name, _sha256("".join(REPEATED).encode()), chars=None)
     if name == "pydoc":
         from pydoc_data.topics import topics
 
@@ -70,7 +77,7 @@ def _files(path: Path) -> list[Path]:
             return files
         raise KvevalError(f"haystack folder '{path}' holds no {kinds} file: give a folder with such files")
     what = "is not a text file" if path.exists() else "does not exist"
-    raise KvevalError(f"haystack '{path}' {what}: give noise, pydoc, a {kinds} file or a folder of such files")
+    raise KvevalError(f"haystack '{path}' {what}: give noise, repeat, pydoc, a {kinds} file or a folder of such files")
 
 
 def _of_documents(name: str, files: list[tuple[str, bytes]]) -> Haystack:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,12 +97,19 @@ def _cluster(centre: float, count: int, room: int, length: int, needle_tokens: f
 
 
 def place(
-    grid: Grid, wanted: Sequence[Target], boundaries: Ints, needle_tokens: Sequence[int], spare_tokens: float
+    wanted: Sequence[Target],
+    boundaries: Ints,
+    needle_tokens: Sequence[int],
+    spare_tokens: float,
+    *,
+    crowded: Callable[[int], KvevalError],
+    clear_tokens: int = CLEAR_TOKENS,
 ) -> list[int]:
     """For each target the index of the boundary that its needle is planted at.
 
-    ``boundaries``: haystack tokens before each sentence boundary, rising. A boundary may get several needles.
-    ``spare_tokens``: how many tokens the text around a needle may gain by it, for each needle so far.
+    ``boundaries``: haystack tokens before each sentence boundary, rising. A boundary may get several needles; none
+    before the first ``clear_tokens``. ``spare_tokens``: how many tokens the text around a needle may gain by it, for
+    each needle so far. Raises ``crowded(length)`` when a length cannot hold its needles.
     """
     latest = [0.0] * len(wanted)  # first tokens at which each needle and, right behind it, all later ones still fit
     after = math.inf
@@ -110,13 +117,13 @@ def place(
         limit = wanted[number].limit - math.ceil(spare_tokens * (number + 1))
         after = latest[number] = min(limit, after) - needle_tokens[number]
     chosen: list[int] = []
-    lowest, planted = int(np.searchsorted(boundaries, CLEAR_TOKENS)), 0
+    lowest, planted = int(np.searchsorted(boundaries, clear_tokens)), 0
     for target, tokens, last in zip(wanted, needle_tokens, latest, strict=True):
         at = max(_nearest(boundaries, target.first - planted), lowest)
         while at > lowest and boundaries[at] + planted > last:
             at -= 1
         if at >= len(boundaries) or boundaries[at] + planted > last:
-            raise grid.crowded(target.length)
+            raise crowded(target.length)
         chosen.append(at)
         lowest, planted = at, planted + tokens
     return chosen
