@@ -188,3 +188,30 @@ def test_progress_is_plain_lines_when_piped() -> None:
     silent = io.StringIO()
     Progress(stream=silent, quiet=True).note("nothing")
     assert silent.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("kv", "told"),
+    [
+        ("kivi4,residual=4096", "quantises nothing, so it is bf16"),
+        ("kivi4,residual=992", "at 978 tokens quantises nothing"),  # shorter than --ctx, longer than what is read
+        ("bf16,values=kivi4,residual=1024", "quantises nothing, so it is bf16"),
+        ("window:1024,store=fp8", "keeps every token, so it is fp8"),
+        ("window:1023", "at 978 tokens keeps every token, so it is bf16"),
+        ("swa:2k", "keeps every token, so it is bf16"),
+    ],
+)
+def test_a_format_that_does_nothing_at_this_length_is_refused(kv: str, told: str) -> None:
+    with pytest.raises(KvevalError, match=told):
+        resolve_plan(Request(kv=(kv,), ctx_tokens=1024, contexts=1))
+
+
+def test_default_needles_fit_into_the_shortest_length() -> None:
+    plan = resolve_plan(Request(kv=("fp8",), ctx_tokens=1024, contexts=1))
+    assert plan.experiment["task"]["needles_per_cell"] == 1
+
+
+def test_what_is_about_storage_needs_a_store() -> None:
+    for kv in ("window:4k,rotate=hadamard", "snapkv:0.5,skip_layers=2", "knorm:0.5,residual=32"):
+        with pytest.raises(KvevalError, match=rf"'{kv}'.*add store="):
+            resolve_arms([kv])

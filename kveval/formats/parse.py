@@ -33,7 +33,12 @@ def parse_format(text: str) -> KVFormat:
         if colon:
             raise KvevalError(f"'{text}': {_storage(text, name)} takes no argument, but ':{argument}' was given")
         return _stored(text, name, options)
-    fmt = _stored(text, options.pop("store", "bf16"), options)
+    store = options.pop("store", None)
+    if store is None and (told := [key for key in ("residual", "rotate", "skip_layers") if key in options]):
+        raise KvevalError(
+            f"'{text}': {told[0]}= is about what is stored: add store=, for instance {name}:{argument},store=int4-g32"
+        )
+    fmt = _stored(text, store or "bf16", options)
     if name in METHODS:
         return replace(fmt, pruning=Pruning(name, _fraction(text, name, argument)))
     return replace(fmt, window=_window(text, name, argument, options.get("sinks")))
@@ -80,7 +85,7 @@ def _rotation(text: str, value: str) -> bool:
 
 def _count(text: str, option: str, value: str) -> int:
     if not (value.isdecimal() and value.isascii()) or len(value) > 9:
-        raise KvevalError(f"'{text}': {option}={value} is not a whole number; use {option}=0 or more")
+        raise KvevalError(f"'{text}': {option}={value} is not a whole number of at most nine digits")
     return int(value)
 
 

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -18,9 +18,10 @@ from kveval.formats.named import resolve_format
 from kveval.formats.parse import parse_format
 from kveval.formats.spec import BASELINES, KVFormat
 from kveval.memory.geometry import Geometry, from_config
-from kveval.memory.predict import token_bytes
+from kveval.memory.predict import stream_bytes, token_bytes
 from kveval.models.catalogue import ModelSource, resolve
 from kveval.runs.evidence import SCHEMA_VERSION, experiment_hash
+from kveval.samples.layout import MAX_NEEDLE_SHARE
 from kveval.units import format_tokens
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ TOKENS_PER_ARM = 131_072  # the default number of contexts reads about this much
 MOST_CONTEXTS = 8
 MOST_ASKED_CONTEXTS = 10_000  # all contexts are built beforehand
 QUESTIONS_PER_ARM = 256  # wanted by default, over all contexts
+NEEDLE_TOKENS = 25  # about, with any tokenizer: as many needles are asked for by default as the shortest length holds
 SAMPLED_POSITIONS = 512  # of each context, where whole distributions are compared
 PRUNED_TOKENS = (
     1024  # at each context's end (a quarter of it at most) are computed over what a pruning left of the rest
@@ -115,7 +117,6 @@ def resolve_plan(request: Request) -> Plan:
     from kveval.models.load import load_config, load_tokenizer, model_sha256
 
     arms = resolve_arms(request.kv, request.baseline)
-    check_windows(arms, request.ctx_tokens)
     if request.contexts is not None and not 1 <= request.contexts <= MOST_ASKED_CONTEXTS:
         raise KvevalError(f"--contexts {request.contexts}: read 1 to {MOST_ASKED_CONTEXTS:,} contexts")
     source = resolve(request.model)
@@ -124,9 +125,11 @@ def resolve_plan(request: Request) -> Plan:
     for arm in arms:
         token_bytes(geometry, arm.fmt)  # refuses a format that cannot store this head_dim
     check_context(request.ctx_tokens, geometry, source)
+    refuse_idle(arms, geometry, request.ctx_tokens)
     tokenizer = load_tokenizer(source)
     metadata = task_metadata(request, source)
     contexts = tuple(lmtasks.plan_contexts(tokenizer, metadata))
+    refuse_idle(arms, geometry, max(len(context.ids) for context in contexts))
     calibrated = any(arm.fmt.calibrated for arm in arms)
     calibration = calibration_ids(tokenizer, contexts[0].haystack, request) if calibrated else None
     experiment: dict[str, Any] = {
@@ -228,13 +231,24 @@ def resolve_arms(names: Sequence[str], baseline: str = BASELINE) -> tuple[Arm, .
     )
 
 
-def check_windows(arms: Sequence[Arm], ctx_tokens: int) -> None:
-    """Raises KvevalError for a window that never evicts anything and stores without loss: it is the baseline."""
+def refuse_idle(arms: Sequence[Arm], geometry: Geometry, tokens: int) -> None:
+    """Raises KvevalError for a format that does nothing within ``tokens`` tokens: its result would be another format's.
+
+    That is a window or a pruning that keeps them all, and a residual that holds them all unquantised.
+    """
     for arm in arms:
-        if arm.fmt.window and arm.fmt.window.size >= ctx_tokens and not arm.fmt.quantised:
+        fmt, told = arm.fmt, f"{arm.name} at {tokens:,} tokens"
+        if (fmt.window or fmt.pruning) and fmt.kept(tokens) >= tokens:
+            rest = replace(fmt, window=None, pruning=None)
             raise KvevalError(
-                f"{arm.name} at --ctx {ctx_tokens} keeps every token, so it is the baseline: "
-                "give a smaller window or a longer context"
+                f"{told} keeps every token, so it is {rest.name}: give a smaller window or a longer context, or ask for "
+                f"{rest.name}"
+            )
+        plain = replace(fmt, keys=BASELINE, values=BASELINE, residual=None, rotate=False, skip_layers=0)
+        if fmt.quantised and stream_bytes(geometry, fmt, tokens) == stream_bytes(geometry, plain, tokens):
+            raise KvevalError(
+                f"{told} quantises nothing, so it is {plain.name}: its residual window holds all of them; give a smaller "
+                "residual= or a longer context"
             )
 
 
@@ -262,7 +276,9 @@ def task_metadata(request: Request, source: ModelSource) -> dict[str, Any]:
     depths = sorted(set(request.depths))
     needles = request.needles
     if needles is None:
-        needles = max(1, round(QUESTIONS_PER_ARM / (contexts * len(lengths) * max(1, len(depths)))))
+        wanted = round(QUESTIONS_PER_ARM / (contexts * len(lengths) * max(1, len(depths))))
+        fit = int(MAX_NEEDLE_SHARE * lengths[0] / (NEEDLE_TOKENS * max(1, len(depths))))
+        needles = max(1, min(wanted, fit))
     return {
         "pretrained": source.name,
         "lengths": lengths,

@@ -16,7 +16,16 @@ JOINT_TOKENS = 2  # a question may take so many tokens more after a context than
 # What a needle adds to the tokens of the text around it, tried in this order. Tokenizers that split text at white space
 # gain a token for 30 needles; those that merge across line breaks more.
 _SPARE_TOKENS = (0.1, 0.5, 2.0)
-_UNUSED_SHARE = 0.02  # of a length, at most
+UNUSED_SHARE = 0.02  # of a length, at most
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A needle, where it is wanted. ``words`` begin with a space, end with a full stop and take ``tokens`` tokens."""
+
+    target: Target
+    words: str
+    tokens: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,33 +42,37 @@ def lay(
     tokenizer: Any,
     hay: Encoded,
     boundaries: Ints,
-    wanted: Sequence[Target],
-    words: Sequence[str],
-    sizes: Sequence[int],
+    needles: Sequence[Wanted],
     rooms: dict[int, int],
     *,
     crowded: Callable[[int], KvevalError],
     clear_tokens: int = CLEAR_TOKENS,
+    unused_share: float = UNUSED_SHARE,
 ) -> Laid:
-    """``words[i]``, of ``sizes[i]`` tokens, laid into ``hay`` near ``wanted[i]``, which rise; cut at the longest length.
+    """``needles`` laid into ``hay``, from left to right, each near where it is wanted; cut at the longest length.
 
     ``boundaries``: characters of ``hay`` at which something may be put in. ``rooms``: length -> tokens of its text.
-    Words begin with a space and end with a full stop. Raises ``crowded(length)`` when a length cannot hold its needles.
+    A length is cut after a sentence, or after a word where more than
+    ``unused_share`` of it would be left. Raises ``crowded(length)`` when a length cannot hold its needles.
     """
     before = np.searchsorted(hay.ends, boundaries, side="right").astype(np.int32)
     longest = max(rooms)
-    enough = int(np.searchsorted(before, rooms[longest] - sum(sizes) + 2 * CLEAR_TOKENS))
+    enough = int(np.searchsorted(before, rooms[longest] - sum(needle.tokens for needle in needles) + 2 * CLEAR_TOKENS))
     hay = hay.part(0, int(boundaries[min(enough, len(boundaries) - 1)]))
+    wanted, sizes = [needle.target for needle in needles], [needle.tokens for needle in needles]
     for spare in _SPARE_TOKENS:
         places = place(wanted, before, sizes, spare, crowded=crowded, clear_tokens=clear_tokens)
-        inserts = [(int(boundaries[at]), text) for at, text in zip(places, words, strict=True)]
+        inserts = [(int(boundaries[at]), needle.words) for at, needle in zip(places, needles, strict=True)]
         whole, spans = insert(tokenizer, hay, inserts), _spans(inserts)
         if all(whole.tokens_until(end + 1) <= target.limit for (_, end), target in zip(spans, wanted, strict=True)):
             break
     else:
         raise crowded(min(rooms))
     ends = _sentence_ends(boundaries[boundaries <= len(hay.text)], inserts, spans)
-    cuts = {length: _cut(whole, ends, spans, room, length) for length, room in rooms.items()}
+    cuts = {
+        length: _cut(whole, ends, spans, room, int(unused_share * length) - JOINT_TOKENS)
+        for length, room in rooms.items()
+    }
     return Laid(cut(tokenizer, whole, cuts[longest]), spans, cuts, len(hay.text))
 
 
@@ -92,16 +105,25 @@ def _sentence_ends(boundaries: Ints, inserts: list[tuple[int, str]], spans: list
     return np.unique(np.concatenate([moved, [end + 1 for _, end in spans]]).astype(np.int32))
 
 
-def _cut(whole: Encoded, ends: Ints, spans: list[tuple[int, int]], room: int, length: int) -> int:
-    """Characters of the whole sentences that fit into ``room`` tokens; of whole words where that wastes > 2 %."""
+def _cut(whole: Encoded, ends: Ints, spans: list[tuple[int, int]], room: int, unused: int) -> int:
+    """Characters of the whole sentences that fit into ``room`` tokens. Where that wastes over ``unused`` tokens: of whole
+    words; and where words are that long (tables, UUIDs): anything but the part of a needle."""
     at = int(np.searchsorted(np.searchsorted(whole.ends, ends, side="right"), room, side="right")) - 1
     best = int(ends[at]) if at >= 0 else 0
-    if room - whole.tokens_until(best) <= _UNUSED_SHARE * length - JOINT_TOKENS:
-        return best
-    for token in range(room, whole.tokens_until(best), -1):
-        char = int(whole.ends[token - 1])
-        between = whole.text[char - 1 : char + 1]
-        inside = any(start <= char <= end for start, end in spans)
-        if len(between) == 2 and between[1].isspace() and not between[0].isspace() and not inside:
-            return char
+    for words in (True, False):
+        if room - whole.tokens_until(best) <= unused:
+            return best
+        best = max(best, _last(whole, spans, room, whole.tokens_until(best), words=words))
     return best
+
+
+def _last(whole: Encoded, spans: list[tuple[int, int]], room: int, least: int, *, words: bool) -> int:
+    """The last character before token ``room`` at which the text may be cut, and a word ends for ``words``; 0 without one."""
+    for token in range(room, least, -1):
+        char = int(whole.ends[token - 1])
+        if whole.tokens_until(char) > room or any(start <= char <= end for start, end in spans):
+            continue  # the first of several tokens that one character takes, or within a needle
+        between = whole.text[char - 1 : char + 1]
+        if not words or (len(between) == 2 and between[1].isspace() and not between[0].isspace()):
+            return char
+    return 0

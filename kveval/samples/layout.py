@@ -53,7 +53,8 @@ class Grid:
         """The error for a length that cannot hold its needles."""
         return KvevalError(
             f"length {length:,} cannot hold {self.needles_per_cell} needles at each of {len(self.depths)} depths (at "
-            f"most {MAX_NEEDLE_SHARE:.0%} of its tokens): lower needles_per_cell or depths, or raise the length"
+            f"most {MAX_NEEDLE_SHARE:.0%} of its tokens): ask about fewer needles (--needles, needles_per_cell) or "
+            "depths, or raise the length"
         )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from kveval.errors import KvevalError
 from kveval.samples.encoded import Encoded, encode
 from kveval.samples.haystack import Haystack
-from kveval.samples.laying import JOINT_TOKENS, lay, needle_tokens
+from kveval.samples.laying import JOINT_TOKENS, Wanted, lay, needle_tokens
 from kveval.samples.layout import CLEAR_TOKENS, Grid, targets
 from kveval.samples.needles import ANSWER_TOKENS, draw, needle_text, question_text
 from kveval.samples.tokenised import tokenised
@@ -43,9 +43,11 @@ def plant(
     _refuse_short(grid, overhead, max(sizes))
     rooms = {length: length - overhead for length in grid.lengths}
     wanted = targets(grid, rooms, float(np.mean(sizes)))
-    pairs, sizes = pairs[: len(wanted)], sizes[: len(wanted)]
-    words = [needle_text(*pair) for pair in pairs]
-    laid = lay(tokenizer, hay, boundaries, wanted, words, sizes, rooms, crowded=grid.crowded)
+    pairs = pairs[: len(wanted)]
+    needles = [
+        Wanted(target, needle_text(*pair), size) for target, pair, size in zip(wanted, pairs, sizes, strict=False)
+    ]
+    laid = lay(tokenizer, hay, boundaries, needles, rooms, crowded=grid.crowded)
     return Planted(laid.encoded, pairs, laid.spans, laid.cuts, laid.haystack_chars)
 
 

@@ -88,7 +88,7 @@ def test_aliases_are_names_of_storages_and_shadow_none() -> None:
         ("kivi4,residual=40", "32 or a multiple"),
         ("kivi4,residual=x", "residual=x is not a whole number"),
         ("bf16,rotate=hadamard", "rotate=hadamard means nothing where bf16"),
-        ("window:4k,skip_layers=2", "skip_layers= means nothing where bf16"),
+        ("window:4k,skip_layers=2", "add store="),
         ("int4-g32,rotate=fourier", "use rotate=hadamard"),
         ("int4-g32,skip_layers=-1", "skip_layers=-1 is not a whole number"),
         ("int4-g32,rotate=hadamard,rotate=none", "rotate= is given twice"),
