@@ -327,18 +327,20 @@ def formats(name: str | None, model: str | None, geometry: str | None, as_json: 
 @click.option("--path", is_flag=True, help="Print the directory for lm-eval's --include_path.")
 @plain_errors
 def tasks(path: bool) -> None:
-    """List the lm-eval tasks that come with kveval.
+    """List the lm-eval tasks that come with kveval, with lengths and questions.
 
     \b
     lm_eval --model hf --model_args pretrained=DIR --include_path "$(kveval tasks --path)" --tasks kveval_needle_grid
+    lm_eval --model hf --model_args pretrained=DIR --include_path "$(kveval tasks --path)" --tasks kveval_ruler_32k
     """
-    from kveval.lmtasks import task_files, tasks_path
-
     if path:
+        from kveval.lmtasks import tasks_path
+
         click.echo(tasks_path())
         return
-    for name, file in task_files().items():
-        click.echo(f"{name}  {file.parent.name}")
+    from kveval.task_list import listing
+
+    click.echo(listing())
 
 
 @main.group()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
@@ -40,7 +39,6 @@ __all__ = [
     "process_results",
     "prompt_ids",
     "question_of",
-    "task_files",
     "task_manager",
     "tasks_path",
 ]
@@ -73,10 +71,10 @@ class Settings:
         given = {key: value for key, value in metadata.items() if key in known and value is not None}
         settings = cls(**given)
         grid = Grid.of(_lengths(settings.lengths), _listed("depths", settings.depths), settings.needles_per_cell)
-        _whole("contexts", settings.contexts, 1)
-        _whole("seed", settings.seed, None)
+        require_whole("contexts", settings.contexts, 1)
+        require_whole("seed", settings.seed, None)
         if settings.haystack == "auto":
-            given["haystack"] = "noise" if _is_instrument(metadata) else "pydoc"
+            given["haystack"] = "noise" if is_instrument(metadata) else "pydoc"
         return cls(**{**given, **asdict(grid)})
 
 
@@ -87,11 +85,9 @@ def needle_grid(**metadata: Any) -> dict[str, Any]:
     """
     from datasets import Dataset  # type: ignore[import-untyped]
 
-    name = _tokenizer_name(metadata)
-    if name is None:
-        raise KvevalError('no tokenizer: give --model_args pretrained=MODEL, or --metadata \'{"tokenizer": "MODEL"}\'')
+    name = require_tokenizer_name(metadata)
     settings = Settings.of(metadata)
-    _refuse_short_model(metadata, settings.lengths[-1])
+    refuse_short_model(metadata, settings.lengths[-1])
     tokenizer = load_tokenizer(name)
     contexts = plan_contexts(tokenizer, metadata)
     plan = json.dumps({"tokenizer": _register(tokenizer), **asdict(settings)})
@@ -137,9 +133,10 @@ def doc_to_target(doc: Mapping[str, Any]) -> str:
     return str(doc["expected"])
 
 
-def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """``recall``: 1 when the value is in the answer, else 0."""
-    return {"recall": score(str(doc["expected"]), results[0])}
+def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, Any]:
+    """``recall``: 1 when the value is in the answer, else 0; and what its error, clustered by context, is made of."""
+    value = score(str(doc["expected"]), results[0])
+    return {"recall": value, "recall_stderr": (doc["context"], value)}
 
 
 def load_tokenizer(name: str) -> Any:
@@ -161,20 +158,11 @@ def tasks_path() -> Path:
     return data_path("tasks")
 
 
-def task_files() -> dict[str, Path]:
-    """Task name -> its YAML."""
-    names = {}
-    for file in sorted(tasks_path().rglob("*.yaml")):
-        match = re.search(r"^task:\s*(\S+)", file.read_text(encoding="utf-8"), re.MULTILINE)
-        if match:
-            names[match[1]] = file
-    return names
-
-
 def task_manager(metadata: Mapping[str, Any], path: Path | None = None) -> TaskManager:
-    """lm-eval's TaskManager over kveval's tasks alone.
+    """lm-eval's TaskManager over kveval's tasks and groups alone.
 
-    lm-eval drops a YAML that it cannot read without a word; here that is a KvevalError naming the file.
+    lm-eval drops a YAML that it cannot read without a word, and takes a group's member that it does not know for a task
+    written there; here both are a KvevalError naming the file.
     """
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -184,7 +172,8 @@ def task_manager(metadata: Mapping[str, Any], path: Path | None = None) -> TaskM
     for file in sorted(root.rglob("*.yaml")):
         try:
             config = load_yaml(file)
-            name = config.get("task") if isinstance(config.get("task"), str) else config.get("group")
+            name = config.get("group") or config.get("task")
+            members = _group_members(config)
         except Exception as error:
             raise KvevalError(
                 f"task file '{file}' cannot be loaded ({error}): mend it or install kveval again"
@@ -193,7 +182,25 @@ def task_manager(metadata: Mapping[str, Any], path: Path | None = None) -> TaskM
             raise KvevalError(
                 f"task file '{file}' (task {name!r}) is not known to lm-eval: give it a task name of its own"
             )
+        if unknown := [member for member in members if member not in manager.task_index]:
+            raise KvevalError(
+                f"task file '{file}': group {name!r} names {unknown[0]!r}, which is no task: mend the name"
+            )
     return manager
+
+
+def _group_members(config: Mapping[str, Any]) -> list[str]:
+    """The names in a group's ``task`` list; nothing for a task."""
+    from lm_eval.config.group import GroupConfig
+
+    if "group" not in config:
+        return []
+    known = {field.name for field in fields(GroupConfig)}
+    group = GroupConfig(**{key: value for key, value in config.items() if key in known})  # raises what lm-eval would
+    return [
+        member if isinstance(member, str) else str(member.get("group") or member.get("task"))
+        for member in group.task or []
+    ]
 
 
 @lru_cache(maxsize=32)
@@ -225,16 +232,25 @@ def _register(tokenizer: Any) -> str:
     return fingerprint
 
 
-def _tokenizer_name(metadata: Mapping[str, Any]) -> str | None:
+def tokenizer_name(metadata: Mapping[str, Any]) -> str | None:
+    """The first of ``tokenizer``, ``pretrained`` and ``model`` that is given; lm-eval's backends differ in how they call it."""
     names = (metadata.get(key) for key in _TOKENIZER_KEYS)
     return next((name for name in names if isinstance(name, str) and name), None)
 
 
-def _is_instrument(metadata: Mapping[str, Any]) -> bool:
+def require_tokenizer_name(metadata: Mapping[str, Any]) -> str:
+    """The tokenizer's name. Raises KvevalError when none is given."""
+    name = tokenizer_name(metadata)
+    if name is None:
+        raise KvevalError('no tokenizer: give --model_args pretrained=MODEL, or --metadata \'{"tokenizer": "MODEL"}\'')
+    return name
+
+
+def is_instrument(metadata: Mapping[str, Any]) -> bool:
     """Whether the model is the probe, built in or exported."""
     from kveval.models.catalogue import PROBE_MARK, is_probe
 
-    name = metadata.get("pretrained") or _tokenizer_name(metadata) or ""
+    name = metadata.get("pretrained") or tokenizer_name(metadata) or ""
     return is_probe(name) or bool(_config(name).get(PROBE_MARK))
 
 
@@ -243,7 +259,7 @@ def _config(name: str) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def _refuse_short_model(metadata: Mapping[str, Any], longest: int) -> None:
+def refuse_short_model(metadata: Mapping[str, Any], longest: int) -> None:
     """lm-eval cuts a prompt that is longer than the model's max_length, and scores it: refuse such lengths beforehand.
 
     Its API models have a max_length of 2,048 unless told otherwise, whatever the server can do.
@@ -271,7 +287,8 @@ def _lengths(values: Any) -> list[Any]:
     return _listed("lengths", [parse_tokens(value) if isinstance(value, str) else value for value in values])
 
 
-def _whole(name: str, value: Any, least: int | None) -> None:
+def require_whole(name: str, value: Any, least: int | None) -> None:
+    """Raise KvevalError unless ``value`` is a whole number, of ``least`` or more where that is given."""
     if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
         accepted = "a whole number" if least is None else f"a whole number of {least} or more"
         raise KvevalError(f"{name} is {value!r}: give {accepted}")

@@ -168,8 +168,11 @@ def test_documents_of_other_settings_are_not_mixed_up() -> None:
 
 def test_process_results() -> None:
     doc = docs()[0]
-    assert lmtasks.process_results(doc, [f" {doc['expected']}"]) == {"recall": 1.0}
-    assert lmtasks.process_results(doc, [" 0"]) == {"recall": 0.0}
+    assert lmtasks.process_results(doc, [f" {doc['expected']}"]) == {
+        "recall": 1.0,
+        "recall_stderr": (doc["context"], 1.0),
+    }
+    assert lmtasks.process_results(doc, [" 0"])["recall"] == 0.0
 
 
 # lm-eval

@@ -1,0 +1,122 @@
+"""One RULER sample: a prompt of an exact length, what its answer must hold, and where that lies."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol
+
+from kveval.errors import KvevalError
+from kveval.samples.encoded import encode, special_prefix
+
+USED_SHARE = 0.98  # of the asked length, at least
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A prompt before its length is settled. ``text`` ends with ``answer_prefix``, which the answer goes on from.
+
+    ``expected``: groups; each group's strings are aliases of one another. ``depths``: where the asked-about passages begin,
+    0 the start of the context .. 1 its end.
+    """
+
+    text: str
+    answer_prefix: str
+    expected: tuple[tuple[str, ...], ...]
+    depths: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sample ``index`` of (seed, task, length). ``tokens``: of the prompt, BOS and ``reserve_tokens`` of a chat template in it."""
+
+    task: str
+    seed: int
+    length: int
+    index: int
+    draft: Draft
+    tokens: int
+    budget_tokens: int  # room for the answer
+
+    @property
+    def sha256(self) -> str:
+        """Of the text and of what is expected."""
+        content = [self.task, self.length, self.draft.text, self.draft.expected, self.draft.depths]
+        return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
+
+
+class Family(Protocol):
+    """A task. Frozen values; ``build`` is their one idea."""
+
+    @property
+    def name(self) -> str:
+        """niah_single_1 ..."""
+
+    @property
+    def budget_tokens(self) -> int:
+        """RULER's tokens_to_generate."""
+
+    @property
+    def any_of(self) -> bool:
+        """True: one expected string is enough (RULER's string_match_part); False: the share found (string_match_all)."""
+
+    def build(self, tokenizer: Any, room: int, random: Callable[[str], Random], index: int) -> tuple[Draft, int]:
+        """The longest draft of at most ``room`` tokens and its tokens, both without special tokens.
+
+        ``random(what)`` gives a generator of its own for each purpose; ``index`` spreads depths evenly over samples.
+        """
+
+
+def sample(tokenizer: Any, family: Family, *, seed: int, length: int, index: int, reserve_tokens: int = 0) -> Sample:
+    """Sample ``index``: it depends on the arguments alone, not on which others were built before.
+
+    Raises KvevalError when the length has no room for the task, or the text cannot be made to fill it.
+    """
+    special = len(special_prefix(tokenizer)) + reserve_tokens
+    room = length - special - family.budget_tokens
+
+    def random(what: str) -> Random:
+        return Random(f"{seed}:{family.name}:{length}:{index}:{what}")
+
+    if room < 64:
+        raise KvevalError(f"length {length:,} has no room for {family.name}: ask for 1k or more")
+    draft, tokens = family.build(tokenizer, room, random, index)
+    used = tokens + special + family.budget_tokens
+    if used > length or used < USED_SHARE * length:
+        raise KvevalError(
+            f"{family.name} fills {used:,} of {length:,} tokens with this tokenizer: ask for another length, or report this"
+        )
+    return Sample(family.name, seed, length, index, draft, tokens + special, family.budget_tokens)
+
+
+def spread(index: int, turn: float) -> float:
+    """Depth of sample ``index`` in 0..1: multiples of the golden ratio from ``turn`` on, even over any run of indices."""
+    return (turn + index * (5**0.5 - 1) / 2) % 1
+
+
+def fitted(tokenizer: Any, make: Callable[[int], Draft], room: int, probe_units: int) -> tuple[Draft, int]:
+    """The draft of as many alike units as ``room`` tokens hold: for texts whose units are short and of one kind.
+
+    ``make(n)`` gives the draft of n units, the same every time. Tokenises a few units, and then the whole once where the
+    estimate holds (each further round: once more). Raises KvevalError when even one unit is too much.
+    """
+    few, more = (count_tokens(tokenizer, make(units).text) for units in (probe_units, 2 * probe_units))
+    each = max((more - few) / probe_units, 0.1)
+    units = int((0.993 * room - few) / each) + probe_units
+    for _ in range(8):
+        draft = make(max(units, 1))
+        tokens = count_tokens(tokenizer, draft.text)
+        if 0.985 * room <= tokens <= room or (tokens <= room and units <= 1):
+            return draft, tokens
+        units += int((0.993 * room - tokens) / each) or (1 if tokens <= room else -1)
+        if units < 1 and tokens > room:
+            break
+    raise KvevalError(f"a text of {room:,} tokens cannot be made with this tokenizer: ask for another length")
+
+
+def count_tokens(tokenizer: Any, text: str) -> int:
+    """Tokens of ``text`` without special tokens."""
+    return len(encode(tokenizer, [text])[0])
