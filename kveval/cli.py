@@ -119,10 +119,20 @@ def main() -> None:
 
 @main.command()
 @click.option(
+    "--tasks",
+    "tasks",
+    type=Listed(str.strip, "TASK,..."),
+    default="needles",
+    show_default=True,
+    help="What is asked: needles (a grid, length x depth), ruler (its thirteen tasks), hard (look-alike needles), or single "
+    "tasks (vt,fwe). 'kveval tasks' lists them.",
+)
+@click.option(
     "--kv",
     "kv",
     multiple=True,
-    required=True,
+    default=["fp8"],
+    show_default=True,
     metavar="FORMAT",
     help="KV format to judge against the baseline; repeat it for more: fp8, int4-g32, kivi4, window:4k, a named one "
     "(vllm-int8) or a YAML file. 'kveval formats' lists them.",
@@ -164,7 +174,10 @@ def main() -> None:
     help="Depths of the needles, 0 the start of the context, 1 its end.  [default: 0,0.1,...,1]",
 )
 @click.option(
-    "--needles", type=int, help="Questions for each length, depth and context.  [default: about 256 questions in all]"
+    "--needles",
+    type=int,
+    help="Questions for each length, depth and context (about 256 in all by default); with other tasks, for each task, length "
+    "and context (2 by default).",
 )
 @click.option(
     "--haystack",
@@ -210,6 +223,7 @@ def run(policy: str | None, out: Path | None, quiet: bool, depths: tuple[float, 
     \b
     kveval run --kv fp8 --ctx 128k
     kveval run --model smollm2-135m --kv fp8 --kv int4-g32 --kv window:1k --ctx 2k
+    kveval run --model smollm2-135m --tasks ruler --kv int4-g32 --ctx 4k
     kveval run --model meta-llama/Llama-3.1-8B-Instruct --kv fp8 --ctx 128k --contexts 8 --gate default
     """
     _plain_interrupts()

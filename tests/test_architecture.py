@@ -19,7 +19,17 @@ TESTS = Path(__file__).parent
 LAYERS = [
     {"cli", "__main__"},
     {"gate", "policy", "report", "rules", "runs", "sweep"},
-    {"engines", "measure", "lmtasks", "ruler_tasks", "perplexity_tasks", "lm_stderr", "task_list", "models"},
+    {
+        "engines",
+        "measure",
+        "lmtasks",
+        "shared_tasks",
+        "ruler_tasks",
+        "perplexity_tasks",
+        "lm_stderr",
+        "task_list",
+        "models",
+    },
     {"cache"},
     {"formats", "memory", "samples", "stats", "probe"},
     {"units", "errors", "resources"},

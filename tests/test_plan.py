@@ -16,8 +16,9 @@ from kveval.models.catalogue import resolve
 from kveval.runs.directory import claim, difference
 from kveval.runs.evidence import experiment_hash
 from kveval.runs.journal import SERIES, SIZES, Journal
-from kveval.runs.plan import Request, default_lengths, resolve_arms, resolve_plan, task_metadata
+from kveval.runs.plan import Request, resolve_arms, resolve_plan
 from kveval.runs.progress import Progress, Work
+from kveval.runs.tasks import TASK, default_lengths, task_metadata
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_arms_are_the_baseline_and_each_format_once() -> None:
 
 @pytest.mark.parametrize(("ctx", "contexts", "questions"), [(131_072, 1, 264), (32_768, 4, 176), (2048, 8, 176)])
 def test_defaults_read_about_128k_and_ask_hundreds(ctx: int, contexts: int, questions: int) -> None:
-    found = task_metadata(Request(("fp8",), ctx), resolve("probe"))
+    found = task_metadata(Request(("fp8",), ctx), (TASK,), resolve("probe"))
     assert found["contexts"] == contexts
     cells = len(found["lengths"]) * len(found["depths"])
     assert contexts * cells * found["needles_per_cell"] == questions

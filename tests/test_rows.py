@@ -17,8 +17,8 @@ from kveval.measure.divergence import sample_positions
 from kveval.runs.journal import SIZES, Journal
 from kveval.runs.plan import Plan, Request, resolve_plan
 from kveval.runs.rows import build_rows
-from kveval.runs.runner import plan_prompts
 from kveval.runs.scored import lm_eval_results
+from kveval.runs.texts import prompts_of
 
 ARMS = ["bf16", "fp8", "int4-g32"]
 
@@ -46,11 +46,9 @@ def journal(plan: Plan, tmp_path: Path) -> Iterator[Journal]:
         for number, arm in enumerate(ARMS):
             for context in plan.contexts:
                 answers = []
-                for i, (prompt, question) in enumerate(
-                    zip(plan_prompts(plan, context), context.questions, strict=True)
-                ):
+                for i, (prompt, question) in enumerate(zip(prompts_of(context), context.questions, strict=True)):
                     right = number == 0 or (number == 1 and i % 2 == 0)
-                    text = f"{question.expected}." if right else "1."
+                    text = f"{question.told}." if right else "1."
                     answers.append(Answer(prompt.sha256, prompt.tokens, prompt.tokens, text, "stop"))
                 journal.put(arm, answers)
                 base, positions = told(arm, context.context), sampled(plan, context.context)
@@ -72,7 +70,7 @@ def readings(table: pd.DataFrame) -> Iterator[tuple[str, int, pd.DataFrame]]:
 
 @pytest.fixture
 def tables(plan: Plan, journal: Journal) -> dict[str, pd.DataFrame]:
-    return build_rows(plan, journal, {context.context: plan_prompts(plan, context) for context in plan.contexts})
+    return build_rows(plan, journal, {context.context: prompts_of(context) for context in plan.contexts})
 
 
 def test_divergence_rows_stand_at_their_own_position(plan: Plan, tables: dict[str, pd.DataFrame]) -> None:
@@ -91,7 +89,7 @@ def test_divergence_rows_stand_at_their_own_position(plan: Plan, tables: dict[st
 
 def test_positions_inside_a_needle_are_those_left_out_of_the_means(plan: Plan, tables: dict[str, pd.DataFrame]) -> None:
     for _, number, rows in readings(tables["divergence"]):
-        inside = {at for needle in plan.contexts[number].needles for at in range(needle.first, needle.last + 1)}
+        inside = set(np.flatnonzero(plan.contexts[number].left_out))
         assert set(rows.loc[~rows["scored"], "position"]) == inside - {0}
 
 
@@ -99,13 +97,12 @@ def test_answers_are_those_of_their_own_arm_and_question(plan: Plan, tables: dic
     answers = tables["answers"]
     assert answers.groupby("arm")["score"].mean().to_dict() == {"bf16": 1.0, "fp8": 0.5, "int4-g32": 0.0}
     for _, number, rows in readings(answers):
-        questions, prompts = plan.contexts[number].questions, plan_prompts(plan, plan.contexts[number])
-        assert list(rows["expected"]) == [question.expected for question in questions]
+        questions, prompts = plan.contexts[number].questions, prompts_of(plan.contexts[number])
+        assert list(rows["expected"]) == [question.told for question in questions]
         assert list(rows["depth"]) == [question.depth for question in questions]
         assert list(rows["prompt_sha256"]) == [prompt.sha256 for prompt in prompts]
-        needles = [plan.contexts[number].needles[question.needle] for question in questions]
-        assert list(rows["needle_first"]) == [needle.first for needle in needles]
-        assert list(rows["needle_last"]) == [needle.last for needle in needles]
+        assert list(rows["needle_first"]) == [question.first for question in questions]
+        assert list(rows["needle_last"]) == [question.last for question in questions]
 
 
 def test_footprint_and_throughput_are_their_own_readings(tables: dict[str, pd.DataFrame]) -> None:
@@ -116,13 +113,13 @@ def test_footprint_and_throughput_are_their_own_readings(tables: dict[str, pd.Da
 
 
 def test_lm_evals_results_are_each_arms_own(plan: Plan, journal: Journal) -> None:
-    prompts = {context.context: plan_prompts(plan, context) for context in plan.contexts}
+    prompts = {context.context: prompts_of(context) for context in plan.contexts}
     results = lm_eval_results(plan, journal, prompts)
     assert {arm: values["recall,none"] for arm, values in results.items()} == {"bf16": 1.0, "fp8": 0.5, "int4-g32": 0.0}
 
 
 def test_a_shortened_prompt_in_the_journal_is_seen_in_the_rows(plan: Plan, journal: Journal) -> None:
-    prompts = {context.context: plan_prompts(plan, context) for context in plan.contexts}
+    prompts = {context.context: prompts_of(context) for context in plan.contexts}
     short = prompts[0][0]
     journal._db.execute("UPDATE answers SET read_tokens = 5 WHERE arm = 'fp8' AND prompt_sha256 = ?", (short.sha256,))
     answers = build_rows(plan, journal, prompts)["answers"]

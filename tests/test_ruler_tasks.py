@@ -372,6 +372,8 @@ def test_scores_have_errors_and_lengths_not_asked_for_have_no_number() -> None:
 
 
 def test_a_group_weighs_its_tasks_equally() -> None:
-    groups = lmtasks.task_manager({"pretrained": "probe", "length": "4k", "samples": 1}).load(["kveval_ruler_at_length"])
+    groups = lmtasks.task_manager({"pretrained": "probe", "length": "4k", "samples": 1}).load(
+        ["kveval_ruler_at_length"]
+    )
     (aggregate,) = groups["groups"]["kveval_ruler_at_length"].aggregate_metric_list
     assert (aggregate.metric, aggregate.weight_by_size) == ("score", False)

@@ -283,7 +283,7 @@ BAD = [
     (["--kv", "fp8", "--ctx", "2k", "--depths", ","], "no value is given"),
     (["--kv", "fp8", "--ctx", "2k", "--threads", "100000"], "--threads"),
     (["--kv", "window:9999999999999999999999", "--ctx", "2k"], "more tokens than any model reads"),
-    (["--kv", "window:2k", "--ctx", "2k"], "it is the baseline"),
+    (["--kv", "window:2k", "--ctx", "2k"], "keeps every token, so it is bf16"),
     (["--kv", "fp8", "--ctx", "2k", "--contexts", "1000000000000"], "1 to 10,000"),
     (["--kv", "fp8"], "--ctx"),
     (["--ctx", "2k"], "--kv"),

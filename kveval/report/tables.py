@@ -12,7 +12,7 @@ from kveval.units import format_bytes, format_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kveval.report.model import Arm, Footprint, Rate, Report
+    from kveval.report.model import Arm, Footprint, Grid, Rate, Report
     from kveval.stats.divergence import Mean
     from kveval.stats.retention import Retention
 
@@ -48,8 +48,42 @@ def by_arm(report: Report, title: str, rows: list[tuple[str, Callable[[Arm], Val
 
 def main_tables(report: Report) -> tuple[Table, ...]:
     """What a reader wants first: all formats in one table where they are many, and each arm in full."""
-    summary = formats_table(report)
-    return (main_table(report),) if summary is None else (summary, main_table(report))
+    found = (formats_table(report), main_table(report), task_table(report))
+    return tuple(table for table in found if table is not None)
+
+
+def task_table(report: Report) -> Table | None:
+    """A row for each task at the deployed length, where a run asked several; what a loss could not show in is named so."""
+    tasks = list(dict.fromkeys(grid.task for grid in report.grids))
+    if len(tasks) < 2:
+        return None
+    grids = {(grid.arm, grid.task): grid for grid in report.grids}
+    rows = [
+        (task, tuple(_task_value(report, grids.get((arm.name, task)), arm) for arm in report.arms)) for task in tasks
+    ]
+    note = (
+        "The baseline's column is its score over the questions; a candidate's is the share of it that is kept, in cells where "
+        "a loss can show. Few questions each: the interval is that of all tasks together, above."
+    )
+    title = f"By task, at {report.deployed_tokens:,} tokens"
+    return Table(title, ("Task", *(arm.name for arm in report.arms)), tuple(rows), note, by_arm=True)
+
+
+def _task_value(report: Report, grid: Grid | None, arm: Arm) -> Value:
+    cells = (
+        [cell for row in grid.cells for cell in row if cell and cell.length == report.deployed_tokens] if grid else []
+    )
+    scored = sum(cell.scored for cell in cells)
+    if not scored:
+        return Value("not asked", tone="muted")
+    telling = [cell for cell in cells if cell.discriminative and cell.scored]
+    if arm.role == "baseline":
+        return Value(wording.tally(sum(cell.score for cell in cells), scored), "" if telling else "not discriminative")
+    if not telling:
+        return Value("·", "not discriminative", tone="muted")
+    score, base = sum(cell.score for cell in telling), sum(cell.baseline_score for cell in telling)
+    questions = sum(cell.scored for cell in telling)
+    return Value(wording.percent(score / base, near=report.margin), wording.tally(score, questions))
 
 
 def main_table(report: Report) -> Table:

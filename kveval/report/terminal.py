@@ -78,8 +78,12 @@ class _Writer:
         for table in tables.main_tables(report):
             self._table(table)
         self._table(tables.retention_table(report))
-        for grid in report.grids:
+        tasks = len({grid.task for grid in report.grids})
+        for grid in report.grids if tasks == 1 else ():
             self._grid(grid)
+        if tasks > 1:
+            self._line("")
+            self._line(f"Length x depth of each of the {tasks} tasks: kveval report ... --format html", "dim")
         self._rules()
         self._table(reasons.checks_table(report))
         self._heading("Not measured")

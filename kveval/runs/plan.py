@@ -21,25 +21,18 @@ from kveval.memory.geometry import Geometry, from_config
 from kveval.memory.predict import stream_bytes, token_bytes
 from kveval.models.catalogue import ModelSource, resolve
 from kveval.runs.evidence import SCHEMA_VERSION, experiment_hash
-from kveval.samples.layout import MAX_NEEDLE_SHARE
+from kveval.runs.tasks import build_texts, lm_eval_names, resolve_tasks, task_facts, task_metadata
 from kveval.units import format_tokens
 
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-    from kveval.samples.context import Context
+    from kveval.runs.texts import Text
 
 BASELINE = "bf16"
-TASK = "kveval_needle_grid"
 DEPTHS = tuple(i / 10 for i in range(11))
-SHORTEST = 4096  # of the default lengths: they double from here up to the context length
-SHORTEST_HALF = 1024
-TOKENS_PER_ARM = 131_072  # the default number of contexts reads about this much, so that a first run ends in minutes
-MOST_CONTEXTS = 8
 MOST_ASKED_CONTEXTS = 10_000  # all contexts are built beforehand
-QUESTIONS_PER_ARM = 256  # wanted by default, over all contexts
-NEEDLE_TOKENS = 25  # about, with any tokenizer: as many needles are asked for by default as the shortest length holds
 SAMPLED_POSITIONS = 512  # of each context, where whole distributions are compared
 PRUNED_TOKENS = (
     1024  # at each context's end (a quarter of it at most) are computed over what a pruning left of the rest
@@ -60,6 +53,7 @@ class Request:
     depths: tuple[float, ...] = DEPTHS
     contexts: int | None = None
     needles: int | None = None  # for each cell and context
+    tasks: tuple[str, ...] = ("needles",)
     haystack: str = "auto"
     seed: int = 0
     device: str = "auto"
@@ -85,8 +79,9 @@ class Plan:
     tokenizer: PreTrainedTokenizerBase
     geometry: Geometry
     arms: tuple[Arm, ...]
-    contexts: tuple[Context, ...]
-    metadata: dict[str, Any]  # of the lm-eval task
+    contexts: tuple[Text, ...]
+    metadata: dict[str, Any]  # of the lm-eval tasks
+    lm_eval_tasks: list[str]
     experiment: dict[str, Any]
     document: dict[str, Any] = field(repr=False)
     calibration: np.ndarray | None = field(repr=False)  # (tokens,) int64, where a format has static scales
@@ -112,7 +107,6 @@ def resolve_plan(request: Request) -> Plan:
 
     Raises KvevalError for an unknown format or model, and for a context beyond the model's positions.
     """
-    from kveval import lmtasks
     from kveval.models.hashing import tokenizer_sha256
     from kveval.models.load import load_config, load_tokenizer, model_sha256
 
@@ -127,11 +121,13 @@ def resolve_plan(request: Request) -> Plan:
     check_context(request.ctx_tokens, geometry, source)
     refuse_idle(arms, geometry, request.ctx_tokens)
     tokenizer = load_tokenizer(source)
-    metadata = task_metadata(request, source)
-    contexts = tuple(lmtasks.plan_contexts(tokenizer, metadata))
+    tasks = resolve_tasks(request.tasks)
+    metadata = task_metadata(request, tasks, source)
+    contexts = build_texts(tokenizer, tasks, metadata)
+    source_haystack = next((context.haystack for context in contexts if context.haystack), ("noise", ""))
     refuse_idle(arms, geometry, max(len(context.ids) for context in contexts))
     calibrated = any(arm.fmt.calibrated for arm in arms)
-    calibration = calibration_ids(tokenizer, contexts[0].haystack, request) if calibrated else None
+    calibration = calibration_ids(tokenizer, source_haystack[0], request) if calibrated else None
     experiment: dict[str, Any] = {
         "model": {
             "name": source.name,
@@ -158,25 +154,17 @@ def resolve_plan(request: Request) -> Plan:
             for arm in arms
         ],
         "ctx_tokens": request.ctx_tokens,
-        "task": {
-            "name": TASK,
-            "protocol": "shared",
-            "lengths": list(metadata["lengths"]),
-            "depths": list(metadata["depths"]),
-            "contexts": len(contexts),
-            "needles_per_cell": metadata["needles_per_cell"],
-            "seed": request.seed,
-            "haystack": {"name": contexts[0].haystack, "sha256": contexts[0].haystack_sha256},
-        },
+        "task": task_facts(request, tasks, metadata, contexts),
         "contexts": [
-            {"context": context.context, "sha256": context.sha256, "tokens": len(context.ids)} for context in contexts
+            {"context": context.context, "kind": context.kind, "sha256": context.sha256, "tokens": len(context.ids)}
+            for context in contexts
         ],
         "divergence": {
             "sampled_positions": SAMPLED_POSITIONS,
             "pruned_tokens": PRUNED_TOKENS if any(arm.fmt.pruning for arm in arms) else 0,
         },
         "calibration": {
-            "haystack": contexts[0].haystack,
+            "haystack": source_haystack[0],
             "tokens": len(calibration),
             "sha256": hashlib.sha256(calibration.tobytes()).hexdigest(),
         }
@@ -191,7 +179,8 @@ def resolve_plan(request: Request) -> Plan:
         "machine": machine(experiment["engine"]["device"]),
         "experiment": experiment,
     }
-    return Plan(source, tokenizer, geometry, arms, contexts, metadata, experiment, document, calibration)
+    names = lm_eval_names(tasks)
+    return Plan(source, tokenizer, geometry, arms, contexts, metadata, names, experiment, document, calibration)
 
 
 def calibration_ids(tokenizer: PreTrainedTokenizerBase, haystack_name: str, request: Request) -> np.ndarray:
@@ -259,45 +248,6 @@ def check_context(ctx_tokens: int, geometry: Geometry, source: ModelSource) -> N
             f"--ctx {ctx_tokens}: '{source.name}' has {geometry.positions} positions; "
             f"ask for --ctx {format_tokens(geometry.positions).replace(',', '')} or less"
         )
-
-
-def task_metadata(request: Request, source: ModelSource) -> dict[str, Any]:
-    """The lm-eval task's metadata, defaults filled in.
-
-    Raises KvevalError for lengths that leave out or exceed the context length.
-    """
-    ctx = request.ctx_tokens
-    lengths = sorted(set(request.lengths)) if request.lengths else default_lengths(ctx)
-    if lengths[-1] != ctx:
-        raise KvevalError(
-            f"--lengths {lengths[-1]}: the longest length must be the context length that is judged, --ctx {ctx}"
-        )
-    contexts = request.contexts or max(1, min(MOST_CONTEXTS, TOKENS_PER_ARM // ctx))
-    depths = sorted(set(request.depths))
-    needles = request.needles
-    if needles is None:
-        wanted = round(QUESTIONS_PER_ARM / (contexts * len(lengths) * max(1, len(depths))))
-        fit = int(MAX_NEEDLE_SHARE * lengths[0] / (NEEDLE_TOKENS * max(1, len(depths))))
-        needles = max(1, min(wanted, fit))
-    return {
-        "pretrained": source.name,
-        "lengths": lengths,
-        "depths": depths,
-        "contexts": contexts,
-        "needles_per_cell": needles,
-        "seed": request.seed,
-        "haystack": request.haystack,
-    }
-
-
-def default_lengths(ctx_tokens: int) -> list[int]:
-    """4k, 8k, ... up to the context length; below 8k its half as well, where needles still fit into that."""
-    lengths = [ctx_tokens]
-    while lengths[0] // 2 >= SHORTEST:
-        lengths.insert(0, lengths[0] // 2)
-    if len(lengths) == 1 and ctx_tokens // 2 >= SHORTEST_HALF:
-        lengths.insert(0, ctx_tokens // 2)
-    return lengths
 
 
 def engine_settings(request: Request) -> dict[str, Any]:

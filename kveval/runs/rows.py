@@ -12,14 +12,13 @@ import numpy as np
 from kveval.runs.evidence import TABLES
 from kveval.runs.journal import Journal
 from kveval.runs.plan import Arm, Plan
-from kveval.samples.context import needle_mask
-from kveval.samples.scoring import score, status
+from kveval.runs.texts import Text
+from kveval.samples.ruler.score import score, status
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from kveval.engines.base import Prompt
-    from kveval.samples.context import Context
 
 
 def build_rows(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt]]) -> dict[str, pd.DataFrame]:
@@ -41,31 +40,30 @@ def _table(name: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def _answers(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt]]) -> list[dict[str, Any]]:
-    task = plan.experiment["task"]["name"]
     rows = []
     for arm in plan.arms:
         for context in plan.contexts:
             for question, prompt in zip(context.questions, prompts[context.context], strict=True):
                 answer = journal.get(arm.name, prompt.sha256)
                 assert answer is not None
-                outcome = status(answer.text, answer.finish_reason, question.expected)
-                needle = context.needles[question.needle]
+                outcome = status(answer.text, answer.finish_reason, question.expected, question.any_of)
+                told = score(question.expected, answer.text, question.any_of) if outcome == "scored" else np.nan
                 rows.append(
                     {
                         "arm": arm.name,
-                        "task": task,
-                        "context": question.context,
+                        "task": question.task,
+                        "context": context.context,
                         "length": question.length,
                         "depth": question.depth,
                         "question": question.number,
                         "prompt_sha256": prompt.sha256,
                         "prompt_tokens": answer.prompt_tokens,
                         "read_tokens": answer.read_tokens,
-                        "needle_first": needle.first,
-                        "needle_last": needle.last,
-                        "expected": question.expected,
+                        "needle_first": question.first,
+                        "needle_last": question.last,
+                        "expected": question.told,
                         "answer": answer.text,
-                        "score": score(question.expected, answer.text) if outcome == "scored" else np.nan,
+                        "score": told,
                         "finish_reason": answer.finish_reason,
                         "status": outcome,
                         "error": "",
@@ -92,7 +90,7 @@ def _divergence(plan: Plan, journal: Journal) -> pd.DataFrame:
                 "arm": arm.name,
                 "context": context.context,
                 "position": positions,
-                "scored": ~needle_mask(context)[1:],
+                "scored": ~context.left_out[1:],
                 "nll_baseline": baseline[context.context],
                 "nll": row["nll"],
                 "kl": kl,
@@ -103,7 +101,7 @@ def _divergence(plan: Plan, journal: Journal) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def sampled_positions(plan: Plan, context: Context) -> np.ndarray:
+def sampled_positions(plan: Plan, context: Text) -> np.ndarray:
     """Where whole distributions are compared, (positions,) int64 ascending."""
     from kveval.measure.divergence import sample_positions
 

@@ -12,11 +12,11 @@ from kveval.runs.evidence import SCHEMA_VERSION
 from kveval.runs.journal import Journal
 from kveval.runs.plan import Plan
 from kveval.runs.progress import Progress, Work
+from kveval.runs.texts import Text, prompts_of
 
 if TYPE_CHECKING:
     from kveval.engines.base import Prompt
     from kveval.engines.transformers import TransformersLM
-    from kveval.samples.context import Context
 
 
 def run(plan: Plan, directory: Path, progress: Progress) -> Path:
@@ -32,24 +32,11 @@ def run(plan: Plan, directory: Path, progress: Progress) -> Path:
         progress.note("this run is finished already: nothing was asked again")
         return directory
     with claim(directory, plan.document) as work, Journal(directory / JOURNAL) as journal:
-        prompts = {context.context: plan_prompts(plan, context) for context in plan.contexts}
+        prompts = {context.context: prompts_of(context) for context in plan.contexts}
         if _left(plan, journal, prompts):
             _read_all(plan, journal, prompts, work, progress)
         _finish(plan, journal, prompts, directory, progress)
     return directory
-
-
-def plan_prompts(plan: Plan, context: Context) -> list[Prompt]:
-    """The prompt of each question of ``context``, in its order."""
-    from kveval import lmtasks
-    from kveval.engines.base import Prompt
-
-    budget = lmtasks.generation_budget(plan.tokenizer)
-    found = []
-    for question in context.questions:
-        prefix, tail = lmtasks.prompt_ids(plan.tokenizer, context, question)
-        found.append(Prompt(context.ids, prefix, tuple(tail), lmtasks.UNTIL, budget))
-    return found
 
 
 def _left(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt]]) -> list[tuple[str, int]]:
@@ -84,7 +71,7 @@ def _read(
     journal: Journal,
     arms: dict[str, TransformersLM],
     name: str,
-    context: Context,
+    context: Text,
     prompts: list[Prompt],
     reference: Path,
     progress: Progress,

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
     from kveval.engines.base import Prompt
 
+_LEFT_OUT = ("recall_stderr_stderr", "score_stderr_stderr")  # the error of an error (kveval.lm_stderr), which has none
+
 
 def lm_eval_results(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt]]) -> dict[str, Any]:
-    """Arm -> lm-eval's ``results`` (metric, standard error) for the task, from the journaled answers; asks the model nothing.
+    """Arm -> lm-eval's ``results`` (metric, standard error), from the journaled answers; asks the model nothing.
+
+    Of one task they are its own; of several, task -> results.
 
     Raises EvidenceError when lm-eval asks for a document that was not answered.
     """
@@ -30,21 +34,26 @@ def lm_eval_results(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = lmtasks.task_manager(plan.metadata)
-    task = plan.experiment["task"]["name"]
+    tasks = plan.lm_eval_tasks
     found = {}
     for arm in plan.arms:
         lm = _journaled_lm(plan, journal, prompts, arm.name)
         with redirect_stderr(io.StringIO()):  # progress bars of a second
-            evaluated = evaluate(lm, get_task_dict([task], manager), bootstrap_iters=1, log_samples=False)
-        found[arm.name] = {name: value for name, value in evaluated["results"][task].items() if name != "alias"}
+            evaluated = evaluate(lm, get_task_dict(tasks, manager), bootstrap_iters=1, log_samples=False)
+        told = {task: _metrics(evaluated["results"][task]) for task in tasks}
+        found[arm.name] = told[tasks[0]] if len(tasks) == 1 else told
     return found
+
+
+def _metrics(results: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in results.items() if name != "alias" and not name.startswith(_LEFT_OUT)}
 
 
 def _journaled_lm(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt]], arm: str) -> LM:
     from lm_eval.api.model import LM
 
     by_question = {
-        (question.context, question.length, question.number): prompt
+        question.place: prompt
         for context in plan.contexts
         for question, prompt in zip(context.questions, prompts[context.context], strict=True)
     }
@@ -57,7 +66,8 @@ def _journaled_lm(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt]]
 
         def _answer(self, request: Instance) -> str:
             doc = request.doc
-            prompt = by_question[(doc["context"], doc["length"], doc["number"])]
+            place = (doc["context"], doc["length"], doc["number"])
+            prompt = by_question[(doc["task"], *place) if "task" in doc else place]
             answer = journal.get(arm, prompt.sha256)
             if answer is None:
                 raise EvidenceError(

@@ -17,6 +17,7 @@ from kveval.errors import EvidenceError, KvevalError
 
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 _WINDOW = 8  # tokens on either side of a joint
+_FURTHEST = 64  # a window goes on to the beginning of a word, up to so many tokens
 _AGREE = 2  # so many tokens in a row must be the same in both tokenisations
 
 
@@ -123,7 +124,15 @@ def _slice(part: Encoded, first: int, end: int, char: int) -> tuple[Ints, Ints, 
 
 
 def _tail_start(left: Encoded) -> int:
-    return 0 if len(left) <= _WINDOW else int(left.starts[-_WINDOW])
+    """Where the window before a joint begins: 8 tokens back, or further, at the beginning of a word.
+
+    A window that began inside a word might see the rest of it as another word, in other tokens.
+    """
+    for back in range(_WINDOW, min(len(left), _FURTHEST)):
+        first, end = int(left.starts[-back]), int(left.ends[-back])
+        if left.text[first:end][:1].isspace() or (first and left.text[first - 1].isspace()):
+            return first
+    return 0 if len(left) <= _FURTHEST else int(left.starts[-_WINDOW])
 
 
 def _head_end(right: Encoded) -> int:

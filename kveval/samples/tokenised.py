@@ -17,10 +17,12 @@ _ROUND_CHARS = 512  # read at least, each time
 _SPACE = re.compile(r"\s")
 
 
-def tokenised(tokenizer: Any, source: Iterator[str], tokens: int) -> tuple[Encoded, Ints]:
+def tokenised(
+    tokenizer: Any, source: Iterator[str], tokens: int, sentence_tokens: int = SENTENCE_TOKENS
+) -> tuple[Encoded, Ints]:
     """At least ``tokens`` tokens of the endless ``source``, tokenised once; and the characters at which sentences end.
 
-    Sentences of over 32 tokens have ends about every 32 tokens, between words where there are any.
+    Sentences of over ``sentence_tokens`` tokens have ends about every so many tokens, between words where there are any.
     Raises KvevalError when the tokenizer makes no tokens.
     """
     pieces = [next(source).lstrip()]
@@ -38,18 +40,18 @@ def tokenised(tokenizer: Any, source: Iterator[str], tokens: int) -> tuple[Encod
             raise KvevalError("the tokenizer makes no tokens of text: give a model directory with a whole tokenizer")
         chars = 1.01 * (tokens - have) * sum(len(block.text) for block in blocks) / have + _ROUND_CHARS
     hay = join(tokenizer, blocks)
-    return hay, _break_long(hay, np.cumsum([len(piece) for piece in pieces], dtype=np.int32))
+    return hay, _break_long(hay, np.cumsum([len(piece) for piece in pieces], dtype=np.int32), sentence_tokens)
 
 
-def _break_long(hay: Encoded, boundaries: Ints) -> Ints:
-    """The boundaries, and one about every 32 tokens of a longer sentence: between words where there are any."""
+def _break_long(hay: Encoded, boundaries: Ints, most: int) -> Ints:
+    """The boundaries, and one about every ``most`` tokens of a longer sentence: between words where there are any."""
     before = np.searchsorted(hay.ends, boundaries, side="right")
     added = []
-    for number in np.flatnonzero(np.diff(before, prepend=0) > SENTENCE_TOKENS):
+    for number in np.flatnonzero(np.diff(before, prepend=0) > most):
         first, end = int(before[number - 1]) if number else 0, int(before[number])
-        for token in range(first + SENTENCE_TOKENS, end, SENTENCE_TOKENS):
+        for token in range(first + most, end, most):
             char = int(hay.ends[token - 1])
-            space = _SPACE.search(hay.text, char, int(hay.ends[min(token + SENTENCE_TOKENS, end) - 1]))
+            space = _SPACE.search(hay.text, char, int(hay.ends[min(token + most, end) - 1]))
             added.append(space.start() if space else char)
     return np.unique(np.concatenate([boundaries, np.asarray(added, dtype=np.int32)]))
 

@@ -1,0 +1,142 @@
+"""Which tasks a run asks, at which lengths, in how many contexts; and the texts that come of it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kveval import lmtasks, shared_tasks
+from kveval.errors import KvevalError
+from kveval.models.catalogue import ModelSource
+from kveval.runs.texts import Text, of_grid, of_shared
+from kveval.samples.layout import MAX_NEEDLE_SHARE
+from kveval.samples.ruler.registry import OFFLINE
+
+if TYPE_CHECKING:
+    from kveval.runs.plan import Request
+
+TASK = lmtasks.TASK
+SUITES = {"needles": (TASK,), "ruler": OFFLINE, "hard": ("needle_hard",)}
+SHORTEST = 4096  # of the default lengths: they double from here up to the context length
+SHORTEST_HALF = 1024
+TOKENS_PER_ARM = 131_072  # the default number of contexts reads about this much, so that a first run ends in minutes
+MOST_CONTEXTS = 8
+QUESTIONS_PER_ARM = 256  # wanted by default, over all contexts
+NEEDLE_TOKENS = 25  # about, with any tokenizer: as many needles are asked for by default as the shortest length holds
+QUESTIONS = 2  # of each task in a context, at each length, where tasks share contexts
+
+
+def resolve_tasks(names: Sequence[str]) -> tuple[str, ...]:
+    """The tasks that are asked: suites (needles, ruler, hard) and single tasks of the shared protocol by name.
+
+    Raises KvevalError for a name that is none of them, and for the needle grid beside others: it has contexts of its own.
+    """
+    found: dict[str, None] = {}
+    for name in names:
+        if name not in SUITES and name not in shared_tasks.TASKS:
+            known = [*SUITES, *shared_tasks.TASKS]
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            if name in ("qa_1", "qa_2"):
+                hint = f": it needs data of yours; here is qa_synthetic_{name[-1]}, and plain lm_eval has kveval_ruler_{name}"
+            raise KvevalError(f"--tasks '{name}' is not a task of a run{hint}; accepted are {', '.join(known)}")
+        found |= dict.fromkeys(SUITES.get(name, (name,)))
+    if TASK in found and len(found) > 1:
+        raise KvevalError(
+            "--tasks needles is a grid in contexts of its own: run it alone, and the other tasks in another run"
+        )
+    return tuple(found)
+
+
+def lm_eval_names(tasks: Sequence[str]) -> list[str]:
+    """The lm-eval tasks of a run's tasks."""
+    return [task if task == TASK else shared_tasks.PREFIX + task for task in tasks]
+
+
+def build_texts(tokenizer: Any, tasks: Sequence[str], metadata: dict[str, Any]) -> tuple[Text, ...]:
+    """The texts of ``tasks``, each with its questions."""
+    if tuple(tasks) == (TASK,):
+        return of_grid(tokenizer, lmtasks.plan_contexts(tokenizer, metadata))
+    return of_shared(tokenizer, shared_tasks.contexts_of(metadata["pretrained"], tasks, metadata))
+
+
+def task_facts(
+    request: Request, tasks: Sequence[str], metadata: dict[str, Any], texts: Sequence[Text]
+) -> dict[str, Any]:
+    """What a plan says of its tasks."""
+    source = next((text.haystack for text in texts if text.haystack and text.kind != "repeat"), None)
+    facts: dict[str, Any] = {
+        "name": TASK if tuple(tasks) == (TASK,) else "+".join(request.tasks),
+        "protocol": "shared",
+        "lengths": list(metadata["lengths"]),
+        "contexts": len(texts),
+        "seed": request.seed,
+    }
+    if tuple(tasks) == (TASK,):
+        facts |= {"depths": list(metadata["depths"]), "needles_per_cell": metadata["needles_per_cell"]}
+    else:
+        facts |= {"tasks": list(tasks), "questions": metadata["questions"], "alone_lengths": metadata["alone_lengths"]}
+    return facts | ({"haystack": {"name": source[0], "sha256": source[1]}} if source else {})
+
+
+def task_metadata(request: Request, tasks: Sequence[str], source: ModelSource) -> dict[str, Any]:
+    """The lm-eval tasks' metadata, defaults filled in.
+
+    Raises KvevalError for lengths that leave out or exceed the context length.
+    """
+    ctx, grid = request.ctx_tokens, tuple(tasks) == (TASK,)
+    lengths = sorted(set(request.lengths)) if request.lengths else default_lengths(ctx)
+    if not grid and not request.lengths:
+        lengths = [length for length in lengths if length >= min(SHORTEST, ctx)]
+    if lengths[-1] != ctx:
+        raise KvevalError(
+            f"--lengths {lengths[-1]}: the longest length must be the context length that is judged, --ctx {ctx}"
+        )
+    if not grid:
+        return _shared_metadata(request, tasks, source, lengths)
+    contexts = request.contexts or max(1, min(MOST_CONTEXTS, TOKENS_PER_ARM // ctx))
+    depths = sorted(set(request.depths))
+    needles = request.needles
+    if needles is None:
+        wanted = round(QUESTIONS_PER_ARM / (contexts * len(lengths) * max(1, len(depths))))
+        fit = int(MAX_NEEDLE_SHARE * lengths[0] / (NEEDLE_TOKENS * max(1, len(depths))))
+        needles = max(1, min(wanted, fit))
+    return {
+        "pretrained": source.name,
+        "lengths": lengths,
+        "depths": depths,
+        "contexts": contexts,
+        "needles_per_cell": needles,
+        "seed": request.seed,
+        "haystack": request.haystack,
+    }
+
+
+def default_lengths(ctx_tokens: int) -> list[int]:
+    """4k, 8k, ... up to the context length; below 8k its half as well, where needles still fit into that."""
+    lengths = [ctx_tokens]
+    while lengths[0] // 2 >= SHORTEST:
+        lengths.insert(0, lengths[0] // 2)
+    if len(lengths) == 1 and ctx_tokens // 2 >= SHORTEST_HALF:
+        lengths.insert(0, ctx_tokens // 2)
+    return lengths
+
+
+def _shared_metadata(request: Request, tasks: Sequence[str], source: ModelSource, lengths: list[int]) -> dict[str, Any]:
+    """Of tasks that share contexts. Texts that do not nest are read at the deployed length alone, unless lengths are given."""
+    alone = lengths if request.lengths else [request.ctx_tokens]
+    once = shared_tasks.Settings.of({"lengths": lengths, "alone_lengths": alone, "contexts": 1, "haystack": "noise"})
+    kinds = len(shared_tasks.slots(tasks, once))
+    contexts = request.contexts or max(1, min(MOST_CONTEXTS, TOKENS_PER_ARM // (request.ctx_tokens * kinds)))
+    if request.needles is not None and request.needles < 1:
+        raise KvevalError(f"--needles {request.needles}: ask 1 question or more of each task in a context")
+    return {
+        "pretrained": source.name,
+        "lengths": lengths,
+        "contexts": contexts,
+        "questions": request.needles or QUESTIONS,
+        "seed": request.seed,
+        "haystack": request.haystack,
+        "alone_lengths": alone,
+    }

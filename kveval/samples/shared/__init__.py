@@ -1,0 +1,1 @@
+"""Contexts that serve many questions, of several tasks, at nested lengths: the shared protocol."""
