@@ -259,7 +259,7 @@ def _config(name: str) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def refuse_short_model(metadata: Mapping[str, Any], longest: int) -> None:
+def refuse_short_model(metadata: Mapping[str, Any], longest: int, generated: int = 0) -> None:
     """lm-eval cuts a prompt that is longer than the model's max_length, and scores it: refuse such lengths beforehand.
 
     Its API models have a max_length of 2,048 unless told otherwise, whatever the server can do.
@@ -268,9 +268,10 @@ def refuse_short_model(metadata: Mapping[str, Any], longest: int) -> None:
     limits = [metadata.get("max_length"), 2048 if metadata.get("base_url") else None]
     limits += [config.get(key) for key in ("n_positions", "max_position_embeddings", "n_ctx")]
     limit = next((int(limit) for limit in limits if limit), None)
-    if limit is not None and longest > limit:
+    if limit is not None and longest + generated > limit:
+        room = f" with {generated} tokens that lm-eval may generate after it" if generated else ""
         raise KvevalError(
-            f"length {longest:,} is more than the model's max_length of {limit:,}: lm-eval would cut the prompts; give "
+            f"length {longest:,}{room} is more than the model's max_length of {limit:,}: lm-eval would cut the prompts; give "
             f"shorter lengths, or a model argument max_length={longest} if the model can read so much"
         )
 

@@ -26,6 +26,8 @@ from kveval.units import parse_tokens
 
 PROTOCOL = "shared"
 PREFIX = "kveval_shared_"
+QUESTIONS = 2  # of each task, in each context, at each length
+MOST_GENERATED = 128  # max_gen_toks in tasks/shared/_shared; lm-eval cuts a prompt that leaves the model less room
 # Kind of context -> the tasks that it serves. A task in none of them has contexts of its own, one for each length.
 KINDS: dict[str, tuple[str, ...]] = {
     "prose": PROSE_TASKS,
@@ -44,7 +46,7 @@ class Settings:
 
     lengths: tuple[int, ...] = (4096,)
     contexts: int = 4
-    questions: int = 2
+    questions: int = QUESTIONS
     seed: int = 0
     haystack: str = "auto"
     alone_lengths: tuple[int, ...] | None = None
@@ -70,6 +72,11 @@ class Settings:
         return settings
 
 
+def questions(task: str) -> int:
+    """Questions of ``task`` at a length in a context, by default: one where a text serves one question."""
+    return QUESTIONS if task in NESTED else 1
+
+
 def shared(family: str, **metadata: Any) -> dict[str, Any]:
     """lm-eval's ``custom_dataset``: split -> datasets.Dataset, one small document for each question of ``family``.
 
@@ -79,7 +86,7 @@ def shared(family: str, **metadata: Any) -> dict[str, Any]:
 
     name = lmtasks.require_tokenizer_name(metadata)
     settings = Settings.of(metadata)
-    lmtasks.refuse_short_model(metadata, settings.lengths[-1])
+    lmtasks.refuse_short_model(metadata, settings.lengths[-1], MOST_GENERATED)
     plan = json.dumps({"tokenizer": name, **asdict(settings)})
     return {"test": Dataset.from_list(list(_rows(family, name, settings, plan)))}
 

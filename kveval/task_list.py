@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kveval import lmtasks, perplexity_tasks, ruler_tasks
+from kveval import lmtasks, perplexity_tasks, ruler_tasks, shared_tasks
 from kveval.samples.ruler.registry import FAMILIES, OFFLINE
 
 
@@ -12,10 +12,12 @@ def listing() -> str:
     each = len(OFFLINE) * samples
     return "\n".join(
         [
-            "needles: many questions about each context; lengths in --metadata, 4k by default",
-            _row(lmtasks.TASK, _grid_questions(), "at each length, in each context"),
+            "shared protocol: many questions about each context; lengths in --metadata, 4k by default",
+            _row(lmtasks.TASK, _grid_questions(), "at each length, in each context (kveval run --tasks needles)"),
+            _row("kveval_shared", sum(map(shared_tasks.questions, OFFLINE)), "all of RULER (kveval run --tasks ruler)"),
+            *(_row(shared_tasks.PREFIX + name, shared_tasks.questions(name)) for name in shared_tasks.TASKS),
             "",
-            f"ruler: {ruler_tasks.PROTOCOL} protocol, one question in each prompt",
+            f"{ruler_tasks.PROTOCOL} protocol: one question in each prompt, as in RULER's tables",
             f"lengths: {lengths}",
             "groups",
             _row("kveval_ruler", len(ruler_tasks.LENGTHS) * each, "all lengths"),

@@ -8,7 +8,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tiny import tiny_llama
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from kveval.engines.base import Answer, Memory, Prompt, guard, stop_at
@@ -57,6 +57,20 @@ def test_loglikelihood_is_lm_evals_own_up_to_bf16_storage(loaded: Loaded, stock:
         requests("loglikelihood", pairs)
     )
     assert all(abs(a - b) > 1e-3 for (a, _), (b, _) in zip(lossy, got, strict=True))
+
+
+def test_a_text_alone_is_scored_after_one_start_token_whether_or_not_the_tokenizer_adds_it() -> None:
+    adding = tokenizer()
+    adding.backend_tokenizer.post_processor = processors.TemplateProcessing(single="w0 $A", special_tokens=[("w0", 0)])
+    assert adding.encode("w5 w6") == [0, 5, 6]
+    said = text(40)
+    plain, with_start = (
+        TransformersLM(prepare(tiny_llama(), tok), parse_format("bf16")).loglikelihood(
+            requests("loglikelihood", [("", said)])
+        )
+        for tok in (tokenizer(), adding)
+    )
+    assert plain == with_start
 
 
 def test_loglikelihood_rolling_is_lm_evals_own(loaded: Loaded, stock: HFLM) -> None:

@@ -11,7 +11,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
-from kveval import lmtasks, shared_tasks
+from kveval import lmtasks, shared_tasks, task_list
 from kveval.errors import EvidenceError, KvevalError
 from kveval.samples.ruler.registry import OFFLINE
 
@@ -48,6 +48,10 @@ def test_the_files_are_those_that_are_written() -> None:
     assert "kveval_shared" in manager.all_groups
 
 
+def test_lm_eval_generates_no_more_than_is_told() -> None:
+    assert f"max_gen_toks: {shared_tasks.MOST_GENERATED}," in (FOLDER / "_shared").read_text(encoding="utf-8")
+
+
 def test_the_base_explains_every_key() -> None:
     text = (FOLDER / "_shared").read_text(encoding="utf-8")
     for key in (*shared_tasks.Settings.__dataclass_fields__, "tokenizer"):
@@ -61,6 +65,13 @@ def test_each_task_has_its_questions() -> None:
         assert {doc["length"] for doc in docs} == {4096, 8192}
     counting = shared_tasks.shared("cwe", **METADATA, alone_lengths=["8k"])["test"]
     assert [(doc["context"], doc["length"]) for doc in counting] == [(0, 8192), (1, 8192)]
+
+
+def test_the_list_tells_the_questions_there_are() -> None:
+    metadata = {"pretrained": "probe", "contexts": 1}
+    made = {task: len(shared_tasks.shared(task, **metadata)["test"]) for task in OFFLINE}
+    assert made == {task: shared_tasks.questions(task) for task in OFFLINE}
+    assert f" {sum(made.values())} questions  all of RULER" in task_list.listing()
 
 
 def test_a_question_is_the_same_in_any_subset_and_order() -> None:
@@ -110,7 +121,10 @@ def test_errors_are_clustered_by_context_and_the_protocol_is_named() -> None:
         ({"question": 3}, "did you mean 'questions'"),
         ({"lengths": []}, "lengths are empty"),
         ({"lengths": ["many"]}, "many"),
-        ({"lengths": [300_000], "pretrained": "probe", "max_length": 262_144}, "more than the model's max_length"),
+        (
+            {"lengths": [8192], "max_length": 8192},
+            "with 128 tokens that lm-eval may generate .* more than the model's max_length",
+        ),
     ],
 )
 def test_bad_metadata_is_told(given: dict[str, Any], told: str) -> None:

@@ -249,9 +249,12 @@ class TransformersLM(LM):
         out = []
         for request in requests:
             context, continuation = request.args
-            whole = self.loaded.tokenizer.encode(context + continuation)
-            start = len(self.loaded.tokenizer.encode(context)) if context else 0
-            log_probs, greedy = self._score(whole if start else [self._start_token(), *whole], max(start, 1))
+            tokenizer = self.loaded.tokenizer
+            if context:
+                whole, start = tokenizer.encode(context + continuation), len(tokenizer.encode(context))
+            else:  # after one start token, whether or not the tokenizer adds one by itself
+                whole, start = [self._start_token(), *tokenizer.encode(continuation, add_special_tokens=False)], 1
+            log_probs, greedy = self._score(whole, start)
             out.append((float(log_probs.sum()), bool(greedy.all())))
         return out
 

@@ -24,7 +24,6 @@ TOKENS_PER_ARM = 131_072  # the default number of contexts reads about this much
 MOST_CONTEXTS = 8
 QUESTIONS_PER_ARM = 256  # wanted by default, over all contexts
 NEEDLE_TOKENS = 25  # about, with any tokenizer: as many needles are asked for by default as the shortest length holds
-QUESTIONS = 2  # of each task in a context, at each length, where tasks share contexts
 
 
 def resolve_tasks(names: Sequence[str]) -> tuple[str, ...]:
@@ -135,7 +134,7 @@ def _shared_metadata(request: Request, tasks: Sequence[str], source: ModelSource
         "pretrained": source.name,
         "lengths": lengths,
         "contexts": contexts,
-        "questions": request.needles or QUESTIONS,
+        "questions": request.needles or shared_tasks.QUESTIONS,
         "seed": request.seed,
         "haystack": request.haystack,
         "alone_lengths": alone,
