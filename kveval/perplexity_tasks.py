@@ -19,6 +19,7 @@ from typing import Any
 
 from kveval import lmtasks
 from kveval.errors import KvevalError
+from kveval.lm_stderr import lm_eval_stderr
 from kveval.ruler_tasks import LENGTHS, Settings
 from kveval.samples.encoded import Encoded, cut, special_prefix
 from kveval.samples.haystack import Haystack, haystack
@@ -83,11 +84,25 @@ def doc_to_target(doc: Mapping[str, Any]) -> str:
 
 def process_results(doc: Mapping[str, Any], results: Sequence[float]) -> dict[str, float]:
     """From ``results[0]``, the log-likelihood (nats) of the whole text: ``nll_per_token`` in nats, ``bits_per_byte`` of the
-    UTF-8 text, which compares models with different tokenizers, and ``token_perplexity`` as what lm-eval's aggregation
-    ``perplexity`` takes: the log-likelihood per token (nats)."""
-    per_token = results[0] / doc["tokens"]
-    bits = -results[0] / math.log(2)
-    return {"nll_per_token": -per_token, "token_perplexity": per_token, "bits_per_byte": bits / doc["bytes"]}
+    UTF-8 text, which compares models with different tokenizers, and what ``token_perplexity`` and its error are made of.
+
+    lm-eval's own aggregation ``perplexity`` finds its error by bootstrap in forked processes, which hang where torch's threads
+    run (CPython's documentation of ``multiprocessing``: forking a process with threads).
+    """
+    nll = -results[0] / doc["tokens"]
+    bits = -results[0] / math.log(2) / doc["bytes"]
+    return {"nll_per_token": nll, "token_perplexity": nll, "token_perplexity_stderr": nll, "bits_per_byte": bits}
+
+
+def perplexity(nlls: Sequence[float]) -> float:
+    """exp of the mean of the texts' NLL per token (nats)."""
+    return math.exp(math.fsum(nlls) / len(nlls))
+
+
+def perplexity_stderr(nlls: Sequence[float]) -> float | str:
+    """Standard error of ``perplexity`` by the delta method: it is exp(mean), and its derivative is itself."""
+    error = lm_eval_stderr(list(enumerate(nlls)))
+    return error if isinstance(error, str) else perplexity(nlls) * error
 
 
 def _refuse_second_bos(name: str, metadata: Mapping[str, Any]) -> None:

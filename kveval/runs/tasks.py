@@ -134,7 +134,7 @@ def _shared_metadata(request: Request, tasks: Sequence[str], source: ModelSource
         "pretrained": source.name,
         "lengths": lengths,
         "contexts": contexts,
-        "questions": request.needles or shared_tasks.QUESTIONS,
+        "questions": request.needles or (shared_tasks.QUESTIONS if lengths[0] >= SHORTEST else 1),
         "seed": request.seed,
         "haystack": request.haystack,
         "alone_lengths": alone,
