@@ -286,7 +286,7 @@ BAD = [
     (["--kv", "window:2k", "--ctx", "2k"], "keeps every token, so it is bf16"),
     (["--kv", "fp8", "--ctx", "2k", "--contexts", "1000000000000"], "1 to 10,000"),
     (["--kv", "fp8"], "--ctx"),
-    (["--ctx", "2k"], "--kv"),
+    (["--ctx", "2k", "--tasks", "needless"], "did you mean needles"),
 ]
 
 
