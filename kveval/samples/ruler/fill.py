@@ -1,7 +1,7 @@
 """Filling a room with very many short words: what they will take is told beforehand, so that the text is tokenised once.
 
-``sample.fitted`` goes by a few units; here that would be off by more than is left free, because the numbers of a list grow
-and how many tokens a number takes depends on its digits.
+What a few words take would be off by more than is left free, because the numbers of a list grow and how many tokens a
+number takes depends on its digits.
 """
 
 from __future__ import annotations

@@ -97,26 +97,6 @@ def spread(index: int, turn: float) -> float:
     return (turn + index * (5**0.5 - 1) / 2) % 1
 
 
-def fitted(tokenizer: Any, make: Callable[[int], Draft], room: int, probe_units: int) -> tuple[Draft, int]:
-    """The draft of as many alike units as ``room`` tokens hold: for texts whose units are short and of one kind.
-
-    ``make(n)`` gives the draft of n units, the same every time. Tokenises a few units, and then the whole once where the
-    estimate holds (each further round: once more). Raises KvevalError when even one unit is too much.
-    """
-    few, more = (count_tokens(tokenizer, make(units).text) for units in (probe_units, 2 * probe_units))
-    each = max((more - few) / probe_units, 0.1)
-    units = int((0.993 * room - few) / each) + probe_units
-    for _ in range(8):
-        draft = make(max(units, 1))
-        tokens = count_tokens(tokenizer, draft.text)
-        if 0.985 * room <= tokens <= room or (tokens <= room and units <= 1):
-            return draft, tokens
-        units += int((0.993 * room - tokens) / each) or (1 if tokens <= room else -1)
-        if units < 1 and tokens > room:
-            break
-    raise KvevalError(f"a text of {room:,} tokens cannot be made with this tokenizer: ask for another length")
-
-
 def count_tokens(tokenizer: Any, text: str) -> int:
     """Tokens of ``text`` without special tokens."""
     return len(encode(tokenizer, [text])[0])
