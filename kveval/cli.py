@@ -128,6 +128,14 @@ def main() -> None:
     "tasks (vt,fwe). 'kveval tasks' lists them.",
 )
 @click.option(
+    "--protocol",
+    type=click.Choice(["shared", "strict"]),
+    default="shared",
+    show_default=True,
+    help="shared: many questions about each context. strict: one question in each context, as in published RULER tables, "
+    "and --contexts of each task.",
+)
+@click.option(
     "--kv",
     "kv",
     multiple=True,

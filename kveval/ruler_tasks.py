@@ -16,9 +16,13 @@ from typing import Any
 from kveval import lmtasks
 from kveval.errors import KvevalError
 from kveval.samples.encoded import special_prefix
+from kveval.samples.haystack import haystack
 from kveval.samples.ruler.registry import FAMILIES, OFFLINE, THIRTEEN
 from kveval.samples.ruler.sample import Family, Sample, count_tokens, sample
 from kveval.samples.ruler.score import score
+from kveval.samples.shared.alone import build_alone
+from kveval.samples.shared.context import SharedContext
+from kveval.shared_tasks import KINDS
 from kveval.units import parse_tokens
 
 PROTOCOL = "strict"
@@ -56,6 +60,25 @@ class Settings:
         if settings.haystack == "auto":
             settings = replace(settings, haystack="noise" if lmtasks.is_instrument(metadata) else "pydoc")
         return settings
+
+
+def contexts_of(tokenizer: str, tasks: Sequence[str], metadata: Mapping[str, Any]) -> list[SharedContext]:
+    """The samples of ``tasks`` as contexts with one question each, number 0 of every task first.
+
+    They are those of ``strict`` with the same metadata and ``reserve_tokens`` 0, and no chat template is applied.
+    """
+    settings, loaded = Settings.of(metadata), _tokenizer(tokenizer)
+    source = haystack(settings.haystack)
+    found = []
+    for index in range(settings.samples):
+        for task in tasks:
+            kind = next(
+                (kind for kind, served in KINDS.items() if task in served), "documents" if "qa_" in task else task
+            )
+            origin = (source.name, source.sha256) if kind in ("prose", "hard") else None
+            asked: dict[str, Any] = {"seed": settings.seed, "context": index, "length": settings.length, "until": ()}
+            found.append(build_alone(loaded, _family(task, settings.haystack), kind=kind, haystack=origin, **asked))
+    return found
 
 
 def task_name(family: str) -> str:

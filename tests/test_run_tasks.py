@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kveval import ruler_tasks
 from kveval.errors import KvevalError
 from kveval.gate import load_policy
 from kveval.report import render
@@ -17,7 +18,7 @@ from kveval.runs.plan import Request, resolve_plan
 from kveval.runs.progress import Progress
 from kveval.runs.runner import run
 from kveval.runs.tasks import SUITES, resolve_tasks
-from kveval.samples.ruler.registry import OFFLINE
+from kveval.samples.ruler.registry import FAMILIES, OFFLINE
 
 COPIED = {f"niah_single_{n}" for n in (1, 2, 3)} | {f"niah_multikey_{n}" for n in (1, 2)} | {"qa_synthetic_1"}
 COUNTED = {"vt", "cwe", "fwe", "niah_multivalue", "niah_multiquery", "qa_synthetic_2"}  # no copying answers them
@@ -88,7 +89,7 @@ def test_names_of_tasks(tmp_path: Path) -> None:
     assert len(resolve_tasks(("ruler", "hard"))) == 14
     for names, told in (
         (("rular",), "did you mean ruler"),
-        (("qa_1",), "needs data of yours; here is qa_synthetic_1"),
+        (("qa_1",), "needs data of yours, and --protocol strict"),
         (("needles", "vt"), "run it alone"),
     ):
         with pytest.raises(KvevalError, match=told):
@@ -102,3 +103,54 @@ def test_texts_that_do_not_nest_are_read_at_the_deployed_length_alone() -> None:
     assert asked == {("vt", 4096), ("vt", 8192), ("fwe", 8192)}
     every = resolve_plan(Request(("fp8",), 8192, tasks=("fwe",), lengths=(4096, 8192)))
     assert {asked.length for text in every.contexts for asked in text.questions} == {4096, 8192}
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Evidence:
+    tasks = ("niah_single_2", "vt", "hard")
+    plan = resolve_plan(Request(("int4-g32",), 2048, tasks=tasks, protocol="strict", contexts=2))
+    directory = tmp_path_factory.mktemp("strict")
+    run(plan, directory, Progress(quiet=True))
+    return load(directory)
+
+
+def test_the_strict_protocol_reads_a_context_for_each_question(strict: Evidence) -> None:
+    own = strict.answers[strict.answers["arm"] == "bf16"]
+    assert sorted(own["task"]) == ["needle_hard", "needle_hard", "niah_single_2", "niah_single_2", "vt", "vt"]
+    assert own["context"].is_unique
+    assert set(own.loc[own["task"] != "vt", "score"]) == {1.0}
+    assert strict.plan["experiment"]["task"]["protocol"] == "strict"
+    assert "strict protocol" in render(build(strict, load_policy("default")), "terminal")
+    kept_out = ~strict.divergence.set_index("context")["scored"]
+    kinds = {entry["context"]: entry["kind"] for entry in strict.plan["experiment"]["contexts"]}
+    for context, share in kept_out.groupby("context").mean().items():
+        assert (0 < share < 0.5) if kinds[context] in ("prose", "hard") else share == 1.0
+
+
+def test_the_strict_protocols_samples_are_lm_evals() -> None:
+    tasks = ("niah_multikey_1", "qa_synthetic_2", "fwe", "needle_hard")
+    plan = resolve_plan(Request(("fp8",), 4096, tasks=tasks, protocol="strict", contexts=2, seed=7))
+    texts = {asked.place: (text, asked) for text in plan.contexts for asked in text.questions}
+    assert len(texts) == 8
+    for task in tasks:
+        for doc in ruler_tasks.strict(task, **plan.metadata)["test"]:
+            text, asked = texts[task, doc["index"], 4096, 0]
+            ids = [*text.ids[: asked.prefix].tolist(), *asked.tail]
+            assert ids == plan.tokenizer.encode(ruler_tasks.doc_to_text(doc) + doc["answer_prefix"])
+            assert [list(group) for group in asked.expected] == doc["expected"]
+            assert (asked.until, asked.budget_tokens) == ((), FAMILIES[task].budget_tokens)
+            planted = plan.tokenizer.decode(text.ids[asked.first : asked.last + 1])
+            assert task in ("qa_synthetic_2", "fwe") or doc["expected"][0][0] in planted
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"tasks": ("needles",)}, "leave out --protocol strict"),
+        ({"lengths": (1024, 2048)}, "leave out --lengths"),
+        ({"needles": 2}, "--contexts is the number"),
+    ],
+)
+def test_what_the_strict_protocol_does_not_do_is_refused(asked: dict[str, object], told: str) -> None:
+    with pytest.raises(KvevalError, match=told):
+        resolve_plan(Request(("fp8",), 2048, **{"tasks": ("vt",), "protocol": "strict"} | asked))  # type: ignore[arg-type]

@@ -54,6 +54,7 @@ class Request:
     contexts: int | None = None
     needles: int | None = None  # for each cell and context
     tasks: tuple[str, ...] = ("needles",)
+    protocol: str = "shared"
     haystack: str = "auto"
     seed: int = 0
     device: str = "auto"
@@ -121,7 +122,7 @@ def resolve_plan(request: Request) -> Plan:
     check_context(request.ctx_tokens, geometry, source)
     refuse_idle(arms, geometry, request.ctx_tokens)
     tokenizer = load_tokenizer(source)
-    tasks = resolve_tasks(request.tasks)
+    tasks = resolve_tasks(request.tasks, request.protocol)
     metadata = task_metadata(request, tasks, source)
     contexts = build_texts(tokenizer, tasks, metadata)
     source_haystack = next((context.haystack for context in contexts if context.haystack), ("noise", ""))
@@ -179,7 +180,7 @@ def resolve_plan(request: Request) -> Plan:
         "machine": machine(experiment["engine"]["device"]),
         "experiment": experiment,
     }
-    names = lm_eval_names(tasks)
+    names = lm_eval_names(tasks, request.protocol)
     return Plan(source, tokenizer, geometry, arms, contexts, metadata, names, experiment, document, calibration)
 
 

@@ -49,6 +49,14 @@ def _metrics(results: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in results.items() if name != "alias" and not name.startswith(_LEFT_OUT)}
 
 
+def _place(doc: dict[str, Any]) -> tuple[Any, ...]:
+    """The numbers by which a task's document names its question (``runs.texts.Asked.place``)."""
+    if "index" in doc:  # the strict protocol: one question in a context
+        return (doc["task"], doc["index"], doc["length"], 0)
+    place = (doc["context"], doc["length"], doc["number"])
+    return (doc["task"], *place) if "task" in doc else place
+
+
 def _journaled_lm(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt]], arm: str) -> LM:
     from lm_eval.api.model import LM
 
@@ -66,13 +74,10 @@ def _journaled_lm(plan: Plan, journal: Journal, prompts: dict[int, list[Prompt]]
 
         def _answer(self, request: Instance) -> str:
             doc = request.doc
-            place = (doc["context"], doc["length"], doc["number"])
-            prompt = by_question[(doc["task"], *place) if "task" in doc else place]
+            prompt = by_question[_place(doc)]
             answer = journal.get(arm, prompt.sha256)
             if answer is None:
-                raise EvidenceError(
-                    f"{arm}: a question of {doc['length']:,} tokens in context {doc['context']} has no answer"
-                )
+                raise EvidenceError(f"{arm}: the question {_place(doc)} of {doc['length']:,} tokens has no answer")
             return answer.text
 
         def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from kveval.samples.lexicon import KEY_ADJECTIVES, KEY_NOUNS, NEEDLE
 from kveval.samples.ruler.niah import HEADER, asked
-from kveval.samples.ruler.prose import depths_of, filled, source_of
+from kveval.samples.ruler.prose import depths_of, filled, source_of, spans
 from kveval.samples.ruler.sample import Draft, Family
 
 LIKENESSES = 8  # needles of one group: the asked one, and seven that differ from it a little
@@ -49,7 +49,8 @@ class HardNeedle:
             make=make,
             depths=[depth, *others],
         )
-        return Draft(text, asked([pairs[0][0]])[1], ((pairs[0][1],),), (depth,)), tokens
+        planted = spans(text, [NEEDLE.format(key=key, value=value) for key, value in pairs])
+        return Draft(text, asked([pairs[0][0]])[1], ((pairs[0][1],),), (depth,), planted), tokens
 
 
 def alike(random: Random, groups: int, text: str = "") -> list[list[tuple[str, str]]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kveval.samples.lexicon import NEEDLE, QUESTION
 from kveval.samples.ruler.keys import KINDS, draw
-from kveval.samples.ruler.prose import depths_of, filled, source_of, streamed
+from kveval.samples.ruler.prose import depths_of, filled, source_of, spans, streamed
 from kveval.samples.ruler.sample import Draft, Family
 
 HEADER = "Access codes are hidden in the text below. Remember them: a question about them follows the text.\n"
@@ -51,7 +51,8 @@ class Niah:
         text, tokens = filled(tokenizer, source, room, name=self.name, header=HEADER, make=make, depths=depths)
         told = self.asked * self.values
         expected = tuple((value,) for _, value in pairs[:told])
-        return Draft(text, self._asked(pairs)[1], expected, tuple(depths[:told])), tokens
+        planted = spans(text, [self.sentence(*pair) for pair in pairs])
+        return Draft(text, self._asked(pairs)[1], expected, tuple(depths[:told]), planted), tokens
 
     def sentence(self, key: str, value: str) -> str:
         """What is planted, with its leading space."""

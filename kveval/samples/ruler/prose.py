@@ -41,6 +41,12 @@ def source_of(name: str, random: Callable[[str], Random]) -> Iterator[str]:
     return _haystack(AUTO if name == "auto" else name).pieces(random("haystack").getrandbits(32), 0)
 
 
+def spans(text: str, passages: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """First and end character of each of ``passages`` in ``text``."""
+    starts = [text.index(passage) for passage in passages]
+    return tuple((start, start + len(passage)) for start, passage in zip(starts, passages, strict=True))
+
+
 def filled(
     tokenizer: Any,
     source: Iterator[str],

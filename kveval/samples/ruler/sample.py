@@ -20,13 +20,15 @@ class Draft:
     """A prompt before its length is settled. ``text`` ends with ``answer_prefix``, which the answer goes on from.
 
     ``expected``: groups; each group's strings are aliases of one another. ``depths``: where the asked-about passages begin,
-    0 the start of the context .. 1 its end.
+    0 the start of the context .. 1 its end. ``planted``: first and end character of what was put into a haystack, those
+    asked about first.
     """
 
     text: str
     answer_prefix: str
     expected: tuple[tuple[str, ...], ...]
     depths: tuple[float, ...]
+    planted: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -130,11 +130,12 @@ def finish(
     *,
     planted: bool,
     budgets: dict[str, int] | None = None,
+    until: tuple[str, ...] = UNTIL,
 ) -> SharedContext:
     """The context of a text whose lengths are cut at characters ``cuts``.
 
     ``passages``: first character, end character, and what must be read there; ``planted``: they were put into a haystack;
-    ``budgets``: task -> tokens to generate, where they are not those that its answers need.
+    ``budgets``: task -> tokens to generate, where they are not those that its answers need; ``until``: where answers end.
     Raises EvidenceError when a passage is not found again in the token ids, or lies beyond the length that asks about it.
     """
     prefix = special_prefix(tokenizer)
@@ -161,7 +162,7 @@ def finish(
                 asking.any_of,
                 first,
                 last,
-                UNTIL,
+                until,
                 budgets[asking.task],
             )
         )
