@@ -103,6 +103,11 @@ class Evidence:
         """Names of the candidate arms, in the order asked for."""
         return [arm["name"] for arm in self.plan["experiment"]["arms"] if arm["role"] == "candidate"]
 
+    @property
+    def rerun(self) -> str | None:
+        """Name of the second baseline arm, which shows the noise floor; None where none was read."""
+        return next((arm["name"] for arm in self.plan["experiment"]["arms"] if arm["role"] == "rerun"), None)
+
 
 def load(path: Path) -> Evidence:
     """Evidence of the run directory ``path``.

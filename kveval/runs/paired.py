@@ -33,7 +33,7 @@ def paired_answers(evidence: Evidence, arm: str, *, unscored: bool = False) -> p
     Only pairs with both answers scored, unless ``unscored`` (scores are NaN where the status is not ``scored``).
     Raises EvidenceError when the arms were not asked the same prompts, or one of them was asked a prompt twice.
     """
-    if arm not in evidence.candidates:
+    if arm not in (*evidence.candidates, evidence.rerun):
         raise KvevalError(f"'{arm}' is no candidate arm of this run: accepted are {', '.join(evidence.candidates)}")
     baseline, candidate = _asked(evidence, evidence.baseline), _asked(evidence, arm)
     _same_prompts(evidence.baseline, baseline, arm, candidate)
